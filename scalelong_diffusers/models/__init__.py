@@ -1,0 +1,1 @@
+"""diffusers models whose long skip connections are scaled."""

@@ -1,0 +1,147 @@
+"""Where diffusers' models keep their long skips: one table, and the hook that scales them on their way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from diffusers.models.resnet import SpatioTemporalResBlock
+from torch import nn
+
+from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
+
+
+@dataclass(frozen=True)
+class LongSkip:
+    """One long skip that the decoder consumes; `index` is the paper's i, 1 for the outermost."""
+
+    index: int
+    block: str  # the module that is handed the skip
+    where: str  # the layer in front of which it is concatenated
+    width: int
+
+
+@dataclass(frozen=True)
+class SkipLayout:
+    """
+    What has to be known of a model class to scale its long skips.
+
+    Args:
+        argument: how the model hands its skips to a block: the name of the keyword, or the place among the positional
+            arguments.
+        find: lists the skips of a model, from i = 1.
+    """
+
+    argument: str | int
+    find: Callable[[nn.Module], list[LongSkip]]
+
+    def scaler_arguments(
+        self, config: SkipScalingConfig, skips: list[LongSkip]
+    ) -> tuple[SkipScalingConfig, list[int], int]:
+        """What a `SkipScaler` needs for these skips: the resolved config, their widths, and the axis of a gate."""
+        if config.gate_axis == "tokens":
+            raise ValueError("gate_axis='tokens' is for a U-ViT; the gates of a U-Net work on 'channels'")
+        return config.resolve(len(skips), gate_axis="channels"), [skip.width for skip in skips], 1
+
+
+def up_block_skips(model: nn.Module) -> list[LongSkip]:
+    """The skips of a U-Net whose up-blocks concatenate them to the input of their resnets, the deepest first."""
+    deepest_first = []
+    hidden_width = model.config.block_out_channels[-1]
+    for b, block in enumerate(model.up_blocks):
+        if "res_hidden_states_tuple" not in signature(block.forward).parameters:
+            raise ValueError(
+                f"up_blocks.{b} of this {type(model).__name__} is of type {type(block).__name__}, which takes no long "
+                "skip: it can not be scaled"
+            )
+        for r, resnet in enumerate(block.resnets):
+            conv = resnet.spatial_res_block if isinstance(resnet, SpatioTemporalResBlock) else resnet
+            # What a resnet takes beyond the hidden state is its skip. K-blocks have one for their first resnet alone.
+            if conv.in_channels > hidden_width:
+                deepest_first.append((f"up_blocks.{b}", f"up_blocks.{b}.resnets.{r}", conv.in_channels - hidden_width))
+            hidden_width = conv.conv2.weight.shape[0]
+    return [LongSkip(i, *skip) for i, skip in enumerate(reversed(deepest_first), start=1)]
+
+
+# One row for each diffusers model that can be scaled. To support another one, add its row here and a class of two
+# lines beside the others in unets.py.
+SKIP_LAYOUTS = {
+    "UNet2DModel": SkipLayout(argument=1, find=up_block_skips),
+    "UNet2DConditionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
+    "UNet3DConditionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
+    "I2VGenXLUNet": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
+    "UNetMotionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
+    "UNetSpatioTemporalConditionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
+}
+
+
+class SkipHook:
+    """
+    Forward pre-hook of a decoder block that scales the skips the block is about to consume.
+
+    An instance of a module-level class, and not a closure, so that a model with it can be copied and pickled.
+    """
+
+    def __init__(self, scaler: SkipScaler, indices: tuple[int, ...], argument: str | int):
+        self.scaler = scaler
+        self.indices = indices
+        self.argument = argument
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        if all(self.scaler.is_identity(i) for i in self.indices):
+            return None
+        if isinstance(self.argument, str):
+            return args, {**kwargs, self.argument: self._scaled(kwargs[self.argument])}
+        return (*args[: self.argument], self._scaled(args[self.argument]), *args[self.argument + 1 :]), kwargs
+
+    def _scaled(self, skips: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        unused = len(skips) - len(self.indices)  # K-blocks are handed more skips than they take: the last
+        scaled = LazilyScaledSkips(skips, self.scaler, (None,) * unused + self.indices)
+        # A compiler plans memory itself, and does best with plain tensors.
+        return tuple(scaled) if torch.compiler.is_compiling() else scaled
+
+
+class LazilyScaledSkips(tuple):
+    """
+    The skips of one block, each scaled when the block takes it: one scaled copy is alive at a time, not all of them.
+
+    What rebuilds it from its elements (moving them to another device, say) gets a plain tuple of scaled skips.
+    """
+
+    def __new__(cls, skips, scaler: SkipScaler | None = None, indices: tuple[int | None, ...] = ()):
+        if scaler is None:
+            return tuple(skips)
+        self = super().__new__(cls, skips)
+        self.scaler = scaler
+        self.indices = indices
+        return self
+
+    def __getitem__(self, key):
+        skip, index = super().__getitem__(key), self.indices[key]
+        if isinstance(key, slice):
+            return LazilyScaledSkips(skip, self.scaler, index)
+        return skip if index is None else self.scaler(skip, index)
+
+    def __iter__(self):
+        return (self[position] for position in range(len(self)))
+
+
+def add_skip_hooks(model: nn.Module, scaler: SkipScaler, skips: list[LongSkip], argument: str | int):
+    for name in dict.fromkeys(skip.block for skip in skips):
+        indices = tuple(skip.index for skip in skips if skip.block == name)
+        hook = SkipHook(scaler, indices, argument)
+        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def remove_skip_hooks(model: nn.Module):
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, SkipHook)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def running_scaler(model: nn.Module) -> SkipScaler | None:
+    """The scaler that the model's forward really goes through, whatever its config says."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return next((hook.scaler for hook in hooks if isinstance(hook, SkipHook)), None)

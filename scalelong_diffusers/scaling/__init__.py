@@ -1,0 +1,8 @@
+"""The paper's mathematics in pure torch: which factor belongs on which long skip connection."""
+
+from scalelong_diffusers.scaling.config import METHODS, SkipScalingConfig
+from scalelong_diffusers.scaling.factors import skip_energy, skip_factors, solve_kappa
+from scalelong_diffusers.scaling.scaler import SkipScaler
+
+
+__all__ = ["METHODS", "SkipScaler", "SkipScalingConfig", "skip_energy", "skip_factors", "solve_kappa"]
