@@ -46,17 +46,19 @@ class SkipScaler(nn.Module):
         """The module that predicts k_i, or None where it is constant."""
         return self.gates[self.gate_names[index - 1]] if self.gates else None
 
-    def forward(self, skip: torch.Tensor, index: int) -> torch.Tensor:
-        """k_i * skip. Constant factors are Python floats, which leave the dtype alone; a factor of 1 costs nothing."""
-        if self.is_identity(index):
-            return skip
+    def factor(self, skip: torch.Tensor, index: int) -> float | torch.Tensor:
+        """k_i: a Python float, which leaves the skip's dtype alone, or what the gate makes of this skip."""
         gate = self.gate(index)
         if gate is None:
-            return skip * self.factors[index - 1]
+            return self.factors[index - 1]
         k = gate(skip)
         if self.strength != 1.0:
             k = 1.0 + self.strength * (k - 1.0)
-        return skip * k.to(skip)
+        return k.to(skip)
+
+    def forward(self, skip: torch.Tensor, index: int) -> torch.Tensor:
+        """k_i * skip. A constant factor of 1 costs nothing."""
+        return skip if self.is_identity(index) else skip * self.factor(skip, index)
 
     def extra_repr(self) -> str:
         return repr(self.config)

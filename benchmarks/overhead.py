@@ -1,0 +1,146 @@
+"""
+What scaling costs: the scaled classes against the stock one with the same weights, side by side in one run.
+
+    python benchmarks/overhead.py [--rounds 30] [--json]
+
+Times are paired ratios with their 95 % interval; memory is the peak of what a step allocates, counted by torch's
+allocator, with and without the weights, gradients and optimizer state that stay (the step alone is the harder figure).
+"""
+
+import argparse
+import copy
+import json
+
+import torch
+from diffusers import UNet2DConditionModel, UNet2DModel
+from measure import machine, paired_ratio, paired_times, peak_allocated, verdict
+from torch import nn
+
+from scalelong_diffusers import apply_skip_scaling
+
+
+METHODS = ("cs", "ls")
+TIME_LIMITS = {"cs": 1.01, "ls": 1.02}
+MEMORY_LIMITS = {"training": 1.02, "inference": 1.10}
+
+
+def ddpm_cifar10() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The DDPM U-Net of CIFAR-10: 35.7 million parameters, 12 skips."""
+    model = UNet2DModel(
+        sample_size=32,
+        layers_per_block=2,
+        block_out_channels=(128, 256, 256, 256),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=None,
+        norm_eps=1e-6,
+        flip_sin_to_cos=False,
+        freq_shift=1,
+        downsample_padding=0,
+    )
+    return model, {"sample": torch.randn(16, 3, 32, 32), "timestep": torch.randint(0, 1000, (16,))}
+
+
+def half_width_sd15() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The U-Net of Stable Diffusion 1.5 at half its width, 12 skips."""
+    model = UNet2DConditionModel(
+        sample_size=32, block_out_channels=(160, 320, 640, 640), cross_attention_dim=384, attention_head_dim=8
+    )
+    inputs = {
+        "sample": torch.randn(2, 4, 32, 32),
+        "timestep": torch.randint(0, 1000, (2,)),
+        "encoder_hidden_states": torch.randn(2, 77, 384),
+    }
+    return model, inputs
+
+
+MODELS = {"ddpm-cifar10, batch 16": ddpm_cifar10, "half-width sd1.5, batch 2": half_width_sd15}
+
+
+def variants(stock: nn.Module) -> dict[str, nn.Module]:
+    return {"stock": stock} | {method: apply_skip_scaling(copy.deepcopy(stock), method) for method in METHODS}
+
+
+def inference(model: nn.Module, inputs: dict[str, torch.Tensor]):
+    def step():
+        with torch.no_grad():
+            model(**inputs)
+
+    return step
+
+
+def training(model: nn.Module, inputs: dict[str, torch.Tensor]):
+    noise = torch.randn_like(inputs["sample"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def step():
+        loss = nn.functional.mse_loss(model(**inputs).sample, noise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+STEPS = {"inference": inference, "training": training}
+
+
+def resident_bytes(model: nn.Module, step_name: str) -> int:
+    """What stays between steps: the weights and, in training, AdamW's two moments of each."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return weights * (3 if step_name == "training" else 1)
+
+
+def measure(build, rounds: int) -> list[dict]:
+    rows = []
+    for step_name, make_step in STEPS.items():
+        torch.manual_seed(0)
+        stock, inputs = build()
+        models = variants(stock)
+        steps = {name: make_step(model, inputs) for name, model in models.items()}
+        peaks = {name: peak_allocated(step) for name, step in steps.items()}
+        totals = {name: peak + resident_bytes(models[name], step_name) for name, peak in peaks.items()}
+        times = paired_times(steps, rounds)
+        for method in METHODS:
+            ratio = paired_ratio(times[method], times["stock"])
+            rows.append(
+                {
+                    "step": step_name,
+                    "method": method,
+                    "stock_seconds": sorted(times["stock"])[rounds // 2],
+                    "time": ratio,
+                    "time_verdict": verdict(ratio, TIME_LIMITS[method]),
+                    "stock_peak_mib": peaks["stock"] / 2**20,
+                    "peak_ratio": peaks[method] / peaks["stock"],
+                    "total_ratio": totals[method] / totals["stock"],
+                    "memory_verdict": "ok"
+                    if peaks[method] / peaks["stock"] <= MEMORY_LIMITS[step_name]
+                    else f"above {MEMORY_LIMITS[step_name]}",
+                }
+            )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    results = {name: measure(build, arguments.rounds) for name, build in MODELS.items()}
+    if arguments.json:
+        print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    print(f"{'model':<26} {'step':<10} {'method':<6} {'time / stock [95 %]':<26} {'step memory':<18} with weights")
+    for name, rows in results.items():
+        for row in rows:
+            time = "{ratio:.4f} [{low:.4f}, {high:.4f}]".format(**row["time"])
+            memory = f"{row['peak_ratio']:.4f} {row['memory_verdict']}"
+            print(
+                f"{name:<26} {row['step']:<10} {row['method']:<6} {time} {row['time_verdict']:<13}"
+                f"{memory:<18} {row['total_ratio']:.4f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
