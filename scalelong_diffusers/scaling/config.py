@@ -83,7 +83,7 @@ class SkipScalingConfig:
     strength: float | None = None
 
     def __post_init__(self):
-        if self.method not in METHODS:
+        if self.method not in tuple(METHODS):
             raise ValueError(
                 f"unknown skip scaling method {self.method!r}{near_miss(self.method, METHODS)}; accepted: "
                 f"{', '.join(METHODS)}"

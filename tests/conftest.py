@@ -1,0 +1,335 @@
+"""Tiny but real models of every class that can be scaled, and an independent reading of the paper to hold them to."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import diffusers
+import torch
+
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model class of diffusers, a small config of it, and inputs that fit."""
+
+    name: str
+    class_name: str
+    config: dict[str, Any]
+    inputs: dict[str, tuple[int, ...]]
+    integers: dict[str, tuple[int, ...]]
+
+    def build(self, **overrides):
+        torch.manual_seed(0)
+        return getattr(diffusers, self.class_name)(**{**self.config, **overrides}).eval()
+
+    def build_scaled(self, skip_scaling):
+        import scalelong_diffusers
+
+        torch.manual_seed(0)
+        return getattr(scalelong_diffusers, self.scaled_name)(**self.config, skip_scaling=skip_scaling).eval()
+
+    @property
+    def scaled_name(self) -> str:
+        return f"ScaleLong{self.class_name}"
+
+    def make_inputs(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        inputs = {name: torch.randn(shape, generator=generator) for name, shape in self.inputs.items()}
+        inputs |= {name: torch.randint(1, 5, shape, generator=generator) for name, shape in self.integers.items()}
+        added = {key: inputs.pop(key) for key in ("text_embeds", "time_ids") if key in inputs}
+        return inputs | ({"added_cond_kwargs": added} if added else {})
+
+
+def _unet(down, up, channels=(16, 32), **config):
+    return {
+        "sample_size": 8,
+        "layers_per_block": 1,
+        "block_out_channels": channels,
+        "down_block_types": down,
+        "up_block_types": up,
+        "norm_num_groups": 8,
+        **config,
+    }
+
+
+_IMAGE = {"sample": (2, 3, 8, 8)}
+_LATENT = {"sample": (2, 4, 8, 8), "encoder_hidden_states": (2, 5, 16)}
+_TIME = {"timestep": (2,)}
+_COND = {"cross_attention_dim": 16, "attention_head_dim": 4}
+_VIDEO = {"cross_attention_dim": 16, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4}
+
+CASES = [
+    Case(
+        "ddpm",
+        "UNet2DModel",
+        _unet(("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D"), layers_per_block=2),
+        _IMAGE,
+        _TIME,
+    ),
+    Case(
+        "class-conditional",
+        "UNet2DModel",
+        _unet(
+            ("DownBlock2D", "AttnDownBlock2D"),
+            ("AttnUpBlock2D", "UpBlock2D"),
+            num_class_embeds=5,
+            resnet_time_scale_shift="scale_shift",
+        ),
+        _IMAGE,
+        _TIME | {"class_labels": (2,)},
+    ),
+    Case(
+        "skip-blocks",
+        "UNet2DModel",
+        _unet(
+            ("SkipDownBlock2D", "AttnSkipDownBlock2D"),
+            ("AttnSkipUpBlock2D", "SkipUpBlock2D"),
+            channels=(32, 32),
+            time_embedding_type="fourier",
+        ),
+        _IMAGE,
+        _TIME,
+    ),
+    Case(
+        "resnet-up-blocks",
+        "UNet2DModel",
+        _unet(
+            ("ResnetDownsampleBlock2D", "AttnDownBlock2D"),
+            ("AttnUpBlock2D", "ResnetUpsampleBlock2D"),
+            downsample_type="resnet",
+            upsample_type="resnet",
+        ),
+        _IMAGE,
+        _TIME,
+    ),
+    Case(
+        "sd",
+        "UNet2DConditionModel",
+        _unet(
+            ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D"), layers_per_block=2, **_COND
+        ),
+        _LATENT,
+        _TIME,
+    ),
+    Case(
+        "sdxl",
+        "UNet2DConditionModel",
+        _unet(
+            ("DownBlock2D", "CrossAttnDownBlock2D"),
+            ("CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=2,
+            transformer_layers_per_block=(1, 2),
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=64,
+            **_COND,
+        ),
+        _LATENT | {"text_embeds": (2, 16), "time_ids": (2, 6)},
+        _TIME,
+    ),
+    Case(
+        "simple-cross-attention",
+        "UNet2DConditionModel",
+        _unet(
+            ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+            ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+            mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+            **_COND,
+        ),
+        _LATENT,
+        _TIME,
+    ),
+    Case(
+        "k-blocks",  # the latent upscaler's: its first up-block and the last skips of the others go unused
+        "UNet2DConditionModel",
+        _unet(
+            ("KDownBlock2D", *["KCrossAttnDownBlock2D"] * 3),
+            (*["KCrossAttnUpBlock2D"] * 3, "KUpBlock2D"),
+            channels=(32, 32, 64, 64),
+            layers_per_block=2,
+            mid_block_type=None,
+            norm_num_groups=None,
+            resnet_time_scale_shift="scale_shift",
+            act_fn="gelu",
+            time_embedding_type="fourier",
+            timestep_post_act="gelu",
+            conv_in_kernel=1,
+            conv_out_kernel=1,
+            cross_attention_dim=16,
+            attention_head_dim=8,
+        ),
+        _LATENT | {"sample": (2, 4, 16, 16)},
+        _TIME,
+    ),
+    Case(
+        "3d",
+        "UNet3DConditionModel",
+        _unet(("CrossAttnDownBlock3D", "DownBlock3D"), ("UpBlock3D", "CrossAttnUpBlock3D"), **_VIDEO),
+        {"sample": (1, 4, 3, 8, 8), "encoder_hidden_states": (1, 5, 16)},
+        {"timestep": (1,)},
+    ),
+    Case(
+        "i2vgen-xl",
+        "I2VGenXLUNet",
+        _unet(
+            ("CrossAttnDownBlock3D", "DownBlock3D"),
+            ("UpBlock3D", "CrossAttnUpBlock3D"),
+            channels=(32, 64),
+            cross_attention_dim=32,
+            attention_head_dim=8,
+        ),
+        {
+            "sample": (1, 4, 3, 8, 8),
+            "image_latents": (1, 4, 3, 8, 8),
+            "image_embeddings": (1, 32),
+            "encoder_hidden_states": (1, 5, 32),
+        },
+        {"timestep": (1,), "fps": (1,)},
+    ),
+    Case(
+        "motion",
+        "UNetMotionModel",
+        _unet(
+            ("CrossAttnDownBlockMotion", "DownBlockMotion"),
+            ("UpBlockMotion", "CrossAttnUpBlockMotion"),
+            cross_attention_dim=16,
+            num_attention_heads=2,
+            motion_num_attention_heads=2,
+        ),
+        {"sample": (1, 4, 3, 8, 8), "encoder_hidden_states": (3, 5, 16)},
+        {"timestep": (1,)},
+    ),
+    Case(
+        "spatio-temporal",
+        "UNetSpatioTemporalConditionModel",
+        {
+            key: value
+            for key, value in _unet(
+                ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+                ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+                channels=(32, 64),
+                layers_per_block=2,
+                in_channels=4,
+                out_channels=4,
+                cross_attention_dim=16,
+                num_attention_heads=(2, 4),
+                addition_time_embed_dim=8,
+                projection_class_embeddings_input_dim=24,
+            ).items()
+            if key != "norm_num_groups"
+        },
+        {"sample": (1, 3, 4, 8, 8), "encoder_hidden_states": (1, 1, 16), "added_time_ids": (1, 3)},
+        {"timestep": (1,)},
+    ),
+]
+CASES_BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request) -> Case:
+    return request.param
+
+
+@pytest.fixture
+def ddpm() -> Case:
+    return CASES_BY_NAME["ddpm"]
+
+
+@pytest.fixture
+def sd() -> Case:
+    return CASES_BY_NAME["sd"]
+
+
+class PaperReading:
+    """
+    Runs a stock U-Net and multiplies what each decoder resnet was given as its skip: the trailing channels of its
+    input. The skips' widths are those that the encoder was seen to produce, and nothing is taken from the package.
+    """
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, inputs, factor):
+        """`factor(i, n, skip)` is called for each skip, i = 1 being the outermost of n."""
+        consumed = []
+        self._run(inputs, lambda order, skip: consumed.append(order) or 1.0)
+        n = len(consumed)
+        return self._run(inputs, lambda order, skip: factor(n - order, n, skip))
+
+    def _run(self, inputs, factor_of):
+        widths, handles, orders = [], [], iter(range(1000))
+
+        def note_conv_in(module, args, output):
+            widths.append(output.shape[1])
+
+        def note_down_block(module, args, output):
+            widths.extend(None if skip is None else skip.shape[1] for skip in output[1])
+
+        def scale_trailing(width):
+            def hook(module, args, kwargs):
+                hidden = (args[0] if args else kwargs["input_tensor"]).clone()
+                skip = hidden[:, hidden.shape[1] - width :].contiguous()
+                hidden[:, hidden.shape[1] - width :] = skip * factor_of(next(orders), skip)
+                return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input_tensor": hidden})
+
+            return hook
+
+        def hook_resnets(block, args, kwargs):
+            handed = [widths.pop() for _ in block.resnets]
+            takes_one = type(block).__name__.startswith("K")
+            for resnet, width in zip(block.resnets, handed[:1] if takes_one else handed):
+                if width is not None:
+                    handles.append(resnet.register_forward_pre_hook(scale_trailing(width), with_kwargs=True))
+
+        handles.append(self.model.conv_in.register_forward_hook(note_conv_in))
+        handles.extend(block.register_forward_hook(note_down_block) for block in self.model.down_blocks)
+        handles.extend(
+            block.register_forward_pre_hook(hook_resnets, with_kwargs=True) for block in self.model.up_blocks
+        )
+        try:
+            with torch.no_grad():
+                return self.model(**inputs).sample
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@pytest.fixture
+def paper_reading():
+    return PaperReading
+
+
+@pytest.fixture
+def in_fresh_process(tmp_path):
+    """Runs Python code in a process of its own, outside the checkout, and returns what it printed."""
+
+    def run(code: str, *args: str, check: bool = True, **env: str) -> subprocess.CompletedProcess:
+        script = tmp_path / "fresh_process.py"
+        script.write_text(code)
+        return subprocess.run(
+            [sys.executable, str(script), *map(str, args)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONWARNINGS": "ignore", **env},
+            capture_output=True,
+            text=True,
+            check=check,
+        )
+
+    return run
+
+
+@pytest.fixture
+def project_root() -> Path:
+    return Path(__file__).parent.parent
