@@ -1,19 +1,18 @@
 """A model without its weights, from its config alone, so that it can be looked at in seconds."""
 
+import json
 import os
 from typing import Any
 
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 import scalelong_diffusers.models.unets  # noqa: F401  defines the classes that are looked up by name
 from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable, plain_class
 from scalelong_diffusers.scaling import SkipScalingConfig
-
-
-class _ModelConfig(ConfigMixin):
-    config_name = ModelMixin.config_name
 
 
 def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -> nn.Module:
@@ -23,6 +22,8 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
     `skip_scaling` replaces the one in the model's config.
     """
     config = _load_model_config(source)
+    if "_class_name" not in config:
+        raise ValueError(f"{source}: its {ModelMixin.config_name} has no '_class_name' and is not that of a model")
     model_class = _scalable_class(config["_class_name"])
     if model_class is None:
         raise ValueError(f"{source}: {not_scalable(config['_class_name'])}")
@@ -33,23 +34,44 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
 
 def _load_model_config(source: str) -> dict[str, Any]:
     """`config.json` of a model, or of the component of a pipeline that can be scaled."""
-    is_folder = os.path.isdir(source)
-    if is_folder and os.path.isfile(os.path.join(source, _ModelConfig.config_name)):
-        return _ModelConfig.load_config(source)
-    try:
-        index = DiffusionPipeline.load_config(source)
-    except OSError as error:
-        if is_folder:
-            raise ValueError(
-                f"{source} is neither a model nor a pipeline: it has no {_ModelConfig.config_name} and no "
-                f"{DiffusionPipeline.config_name} that can be read"
-            ) from error
-        return _ModelConfig.load_config(source)
+    config = _read_json(source, ModelMixin.config_name)
+    if config is not None:
+        return config
+    index = _read_json(source, DiffusionPipeline.config_name)
+    if index is None:
+        raise ValueError(
+            f"{source} is neither a model nor a pipeline: it has no {ModelMixin.config_name} and no "
+            f"{DiffusionPipeline.config_name}"
+        )
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[1]}
     for name, class_name in components.items():
         if _scalable_class(class_name):
-            return _ModelConfig.load_config(source, subfolder=name)
+            return _read_json(source, f"{name}/{ModelMixin.config_name}")
     raise ValueError(f"{source}: none of its components ({', '.join(components.values())}) has long skips to scale")
+
+
+def _read_json(source: str, name: str) -> dict[str, Any] | None:
+    """A file of a local folder or of a repository on the Hub; None where there is no such file in it."""
+    if os.path.isdir(source):
+        path = os.path.join(source, name)
+    else:
+        try:
+            path = hf_hub_download(source, name)
+        except LocalEntryNotFoundError as error:
+            raise ValueError(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
+        except EntryNotFoundError:
+            return None
+        except (HFValidationError, HfHubHTTPError) as error:
+            raise ValueError(
+                f"{source} is neither a local folder nor a repository on the Hub that you may read"
+            ) from error
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def _scalable_class(name: str) -> type | None:

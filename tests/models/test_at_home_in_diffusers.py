@@ -1,0 +1,319 @@
+"""A scaled model goes everywhere a diffusers model goes: EMA, checkpointing, compilers, LoRA, casting, offloading."""
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+import weakref
+from copy import deepcopy
+
+import accelerate
+import pytest
+import torch
+from diffusers.training_utils import EMAModel
+
+import scalelong_diffusers
+from scalelong_diffusers import (
+    ScaleLongUNet2DModel,
+    apply_skip_scaling,
+    remove_skip_scaling,
+    set_skip_scaling_strength,
+    skip_connections,
+)
+
+
+LS = {"method": "ls", "reduction": 4}
+ENTRIES = pytest.mark.parametrize("entry", ["cs", LS, "learnable"], ids=str)
+
+
+def output(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).sample
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    model(**inputs).sample.square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@ENTRIES
+def test_gradients_under_checkpointing_are_equal(case, entry):
+    model, inputs = case.build_scaled(entry).train(), case.make_inputs()
+    if not case.build()._supports_gradient_checkpointing:
+        with pytest.raises(ValueError, match="does not support gradient checkpointing"):
+            model.enable_gradient_checkpointing()
+        return
+    expected = gradients(model, inputs)
+    assert any(name.startswith("skip_scaler") for name in expected) == (entry != "cs")
+    model.enable_gradient_checkpointing()
+    checkpointed = gradients(model, inputs)
+    assert checkpointed.keys() == expected.keys()
+    for name, gradient in checkpointed.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+class TestEMA:
+    @ENTRIES
+    @pytest.mark.parametrize("patched", [True, False], ids=["patched", "subclass"])
+    def test_ema_follows_the_gates_and_reloads_scaled(self, ddpm, entry, patched, tmp_path):
+        model = apply_skip_scaling(ddpm.build(), entry) if patched else ddpm.build_scaled(entry)
+        ema = EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1)
+            ema.step(model.parameters())
+        ema.save_pretrained(tmp_path)
+        reloaded = ScaleLongUNet2DModel.from_pretrained(tmp_path)
+        assert reloaded.config.skip_scaling == model.config.skip_scaling
+        assert [skip.factor for skip in skip_connections(reloaded)] == [s.factor for s in skip_connections(model)]
+        for shadow, weight in zip(ema.shadow_params, reloaded.parameters(), strict=True):
+            assert torch.equal(shadow, weight)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # diffusers calls itself in a way it deprecates
+            again = EMAModel.from_pretrained(tmp_path, ScaleLongUNet2DModel)
+        assert again.optimization_step == 3
+        assert all(torch.equal(a, b) for a, b in zip(again.shadow_params, ema.shadow_params, strict=True))
+
+    def test_ema_keeps_an_entry_that_was_changed_by_patching(self, ddpm, tmp_path):
+        """An entry that once was a default must not be dropped as one when the config is used again."""
+        model = ddpm.build_scaled("none")
+        apply_skip_scaling(model, {"method": "cs", "kappa": 0.5})
+        EMAModel(model.parameters(), model_cls=type(model), model_config=model.config).save_pretrained(tmp_path)
+        assert ScaleLongUNet2DModel.from_pretrained(tmp_path).config.skip_scaling["kappa"] == 0.5
+        assert type(model).from_config(model.config).config.skip_scaling["kappa"] == 0.5
+
+
+class TestCompilers:
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @ENTRIES
+    @pytest.mark.parametrize("name", ["ddpm", "sd"])
+    def test_compiled_without_graph_breaks(self, request, name, entry):
+        case = request.getfixturevalue(name)
+        model, inputs = case.build_scaled(entry), case.make_inputs()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(output(compiled, inputs), output(model, inputs), rtol=1e-5, atol=1e-5)
+        expected = gradients(model, inputs)
+        model.zero_grad()
+        compiled(**inputs).sample.square().mean().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected.get(name), rtol=1e-4, atol=1e-6, msg=name)
+
+    def test_a_compiled_model_sees_another_scaling_and_another_strength(self, ddpm):
+        model, inputs = ddpm.build_scaled("none"), ddpm.make_inputs()
+        model.compile(backend="aot_eager", fullgraph=True)
+        plain = output(model, inputs)
+        for change in (
+            lambda: apply_skip_scaling(model, "cs"),
+            lambda: set_skip_scaling_strength(model, 0.5),
+            lambda: apply_skip_scaling(model, LS),
+        ):
+            change()
+            uncompiled = deepcopy(model)
+            uncompiled._compiled_call_impl = None
+            assert not torch.allclose(output(model, inputs), plain, atol=1e-4)
+            torch.testing.assert_close(output(model, inputs), output(uncompiled, inputs), rtol=1e-4, atol=1e-5)
+
+    def test_a_strength_that_warms_up_costs_few_compilations(self, ddpm):
+        model, inputs = ddpm.build_scaled("cs"), ddpm.make_inputs()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        for step in range(1, 11):
+            set_skip_scaling_strength(model, step / 20)
+            output(compiled, inputs)
+        assert counters["stats"]["unique_graphs"] <= 2
+
+    @ENTRIES
+    def test_exported(self, ddpm, entry):
+        model, inputs = ddpm.build_scaled(entry), ddpm.make_inputs()
+        exported = torch.export.export(model, (), inputs)
+        torch.testing.assert_close(exported.module()(**inputs).sample, output(model, inputs), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.skipif(os.system("c++ --version > /dev/null 2>&1") != 0, reason="inductor needs a C++ compiler")
+    @pytest.mark.slow
+    @pytest.mark.parametrize("entry", ["cs", LS], ids=str)
+    def test_inductor(self, ddpm, entry):
+        model, inputs = ddpm.build_scaled(entry), ddpm.make_inputs()
+        compiled = torch.compile(model, fullgraph=True)
+        torch.testing.assert_close(output(compiled, inputs), output(model, inputs), rtol=1e-3, atol=1e-4)
+
+
+class TestLoRA:
+    def test_an_adapter_leaves_the_gates_as_they_are_and_they_learn(self, sd):
+        from peft import LoraConfig
+
+        model, inputs = apply_skip_scaling(sd.build(), {**LS, "init": "identity"}), sd.make_inputs()
+        before = output(model, inputs)
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+        model.skip_scaler.requires_grad_(True)  # PEFT freezes all that is not its own
+        assert torch.equal(output(model, inputs), before)
+        trained = gradients(model, inputs)
+        assert {name for name in trained if "lora" not in name} == {
+            f"skip_scaler.{name}" for name, _ in model.skip_scaler.named_parameters()
+        }
+        assert any("lora" in name for name in trained)
+
+    def test_patched_after_the_adapter(self, sd):
+        from peft import LoraConfig
+
+        model, inputs = sd.build(), sd.make_inputs()
+        model.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
+        apply_skip_scaling(model, "cs")
+        assert torch.allclose(output(model, inputs), output(sd.build_scaled("cs"), inputs), atol=1e-5)
+
+    def test_adapter_weights_reload_onto_the_scaled_model(self, sd, tmp_path):
+        from peft import LoraConfig
+
+        model, inputs = sd.build_scaled("cs"), sd.make_inputs()
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False))
+        model.save_lora_adapter(tmp_path)
+        reloaded = sd.build_scaled("cs")
+        reloaded.load_lora_adapter(tmp_path, prefix=None, weight_name="pytorch_lora_weights.safetensors")
+        torch.testing.assert_close(output(reloaded, inputs), output(model, inputs))
+
+
+@ENTRIES
+def test_layerwise_casting_spares_the_gates(sd, entry):
+    model, inputs = sd.build_scaled(entry), sd.make_inputs()
+    expected = output(model, inputs)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    assert {p.dtype for p in model.skip_scaler.parameters()} <= {torch.float32}
+    assert any(p.dtype == torch.float8_e4m3fn for p in model.parameters())
+    assert torch.nn.functional.cosine_similarity(output(model, inputs).flatten(), expected.flatten(), 0) > 0.9
+
+
+class TestOffloading:
+    """Real hooks of accelerate and diffusers, which move weights in and out around each module's forward."""
+
+    @ENTRIES
+    @pytest.mark.parametrize("name", ["ddpm", "sd"])
+    def test_sequential_offload_after_patching(self, request, name, entry):
+        case = request.getfixturevalue(name)
+        model, inputs = case.build_scaled(entry), case.make_inputs()
+        expected = output(model, inputs)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert torch.equal(output(model, inputs), expected)
+
+    def test_a_model_that_is_already_offloaded_is_refused(self, ddpm):
+        model = ddpm.build()
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"weights of this UNet2DModel are offloaded .* patch before offloading"):
+            apply_skip_scaling(model, "cs")
+        assert type(model).__name__ == "UNet2DModel"
+
+    @ENTRIES
+    def test_disk_offload(self, sd, entry, tmp_path):
+        model, inputs = sd.build_scaled(entry), sd.make_inputs()
+        expected = output(model, inputs)
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+        assert torch.equal(output(model, inputs), expected)
+
+    @ENTRIES
+    @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+    def test_group_offload(self, sd, entry, kind):
+        model, inputs = sd.build_scaled(entry), sd.make_inputs()
+        expected = output(model, inputs)
+        blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+        model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type=kind, **blocks)
+        assert torch.equal(output(model, inputs), expected)
+
+    def test_hooks_of_others_stay(self, ddpm):
+        model, calls = ddpm.build(), []
+        model.up_blocks[0].register_forward_pre_hook(lambda block, args: calls.append("before"))
+        apply_skip_scaling(model, "cs")
+        model.up_blocks[0].register_forward_pre_hook(lambda block, args: calls.append("after"))
+        output(model, ddpm.make_inputs())
+        remove_skip_scaling(model)
+        output(model, ddpm.make_inputs())
+        assert calls == ["before", "after"] * 2
+
+
+def test_a_hook_that_runs_after_ours_sees_scaled_skips(ddpm, paper_reading):
+    """Whatever rebuilds the tuple of skips, as moving it to another device does, must get them scaled."""
+    model, inputs = ddpm.build_scaled("cs"), ddpm.make_inputs()
+    for block in model.up_blocks:
+        block.register_forward_pre_hook(lambda block, args: accelerate.utils.send_to_device(args, "cpu"))
+        block.register_forward_pre_hook(lambda block, args: (args[0], tuple(args[1]), *args[2:]))
+        block.register_forward_pre_hook(lambda block, args: (args[0], (*args[1],), *args[2:]))
+    expected = paper_reading(ddpm.build())(inputs, lambda i, n, skip: 0.9 ** (i - 1))
+    assert torch.equal(output(model, inputs), expected)
+
+
+def test_one_scaled_copy_of_a_skip_is_alive_at_a_time(ddpm):
+    """The skips of a block are scaled when they are taken, and not before."""
+    model, seen = ddpm.build_scaled("constant"), []
+
+    def watch(scaler, args, scaled):
+        assert all(previous() is None for previous in seen[:-1]), "an earlier scaled skip is still alive"
+        seen.append(weakref.ref(scaled))
+
+    model.skip_scaler.register_forward_hook(watch)
+    output(model, ddpm.make_inputs())
+    assert len(seen) == 6
+
+
+DDP_SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from scalelong_diffusers import ScaleLongUNet2DModel
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = dist.get_rank()
+torch.manual_seed(0)
+unet = ScaleLongUNet2DModel.from_pretrained(sys.argv[1])
+model = torch.nn.parallel.DistributedDataParallel(unet)
+torch.manual_seed(0)
+sample, timestep = torch.randn(4, 3, 8, 8), torch.randint(0, 1000, (4,))
+half = slice(2 * rank, 2 * rank + 2)
+for _ in range(2):  # a second step fails where a parameter got no gradient
+    model.zero_grad()
+    model(sample[half], timestep[half]).sample.square().mean().backward()
+torch.save({name: p.grad for name, p in unet.named_parameters()}, f"{sys.argv[2]}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@ENTRIES
+def test_ddp_over_two_processes_gives_the_gradient_of_the_whole_batch(ddpm, entry, tmp_path):
+    ddpm.build_scaled(entry).save_pretrained(tmp_path / "model")
+    (tmp_path / "script.py").write_text(DDP_SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "script.py", "model", "."]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [subprocess.Popen(command, cwd=tmp_path, env={**environment, "RANK": str(r)}) for r in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+
+    torch.manual_seed(0)
+    inputs = {"sample": torch.randn(4, 3, 8, 8), "timestep": torch.randint(0, 1000, (4,))}
+    expected = gradients(ScaleLongUNet2DModel.from_pretrained(tmp_path / "model"), inputs)
+    for rank in range(2):
+        synchronised = torch.load(tmp_path / f"{rank}.pt")
+        assert synchronised.keys() == expected.keys()
+        for name, gradient in synchronised.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+class TestMotion:
+    def test_a_scaled_unet_becomes_a_scaled_motion_model_with_its_gates(self, sd):
+        unet = sd.build_scaled(LS)
+        motion = scalelong_diffusers.ScaleLongUNetMotionModel.from_unet2d(unet)
+        assert motion.config.skip_scaling == unet.config.skip_scaling
+        for name, weight in unet.skip_scaler.state_dict().items():
+            assert torch.equal(motion.skip_scaler.state_dict()[name], weight)
+
+    def test_a_plain_unet_becomes_an_unscaled_motion_model(self, sd):
+        motion = scalelong_diffusers.ScaleLongUNetMotionModel.from_unet2d(sd.build())
+        assert motion.config.skip_scaling["method"] == "none"
