@@ -1,42 +1,66 @@
 """Scale the long skip connections of diffusers' U-Nets, as in the paper ScaleLong (NeurIPS 2023)."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 # diffusers looks for this name in the library of a pipeline's component to learn how the component is loaded.
-from diffusers import ModelMixin
+from diffusers import ModelMixin  # noqa: F401
 
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.version import __version__
 
 
-_UNETS = (
+if TYPE_CHECKING:
+    from scalelong_diffusers.models.mixin import SkipScalingMixin
+    from scalelong_diffusers.models.unets import (
+        ScaleLongI2VGenXLUNet,
+        ScaleLongUNet2DConditionModel,
+        ScaleLongUNet2DModel,
+        ScaleLongUNet3DConditionModel,
+        ScaleLongUNetMotionModel,
+        ScaleLongUNetSpatioTemporalConditionModel,
+    )
+    from scalelong_diffusers.patching import (
+        apply_skip_scaling,
+        remove_skip_scaling,
+        set_skip_scaling_strength,
+        skip_connections,
+    )
+
+__all__ = [
     "ScaleLongI2VGenXLUNet",
     "ScaleLongUNet2DConditionModel",
     "ScaleLongUNet2DModel",
     "ScaleLongUNet3DConditionModel",
     "ScaleLongUNetMotionModel",
     "ScaleLongUNetSpatioTemporalConditionModel",
-)
-_PATCHING = ("apply_skip_scaling", "remove_skip_scaling", "set_skip_scaling_strength", "skip_connections")
-_MODULE_OF = {
-    **dict.fromkeys(_UNETS, "scalelong_diffusers.models.unets"),
-    "SkipScalingMixin": "scalelong_diffusers.models.mixin",
-    **dict.fromkeys(_PATCHING, "scalelong_diffusers.patching"),
-}
+    "SkipScalingConfig",
+    "SkipScalingMixin",
+    "__version__",
+    "apply_skip_scaling",
+    "remove_skip_scaling",
+    "set_skip_scaling_strength",
+    "skip_connections",
+]
 
-__all__ = ["ModelMixin", "SkipScalingConfig", "__version__", *_MODULE_OF]
+# Imported when they are first asked for: not every user of a U-Net is to pay for all of diffusers' others.
+_LAZY_MODULES = (
+    "scalelong_diffusers.models.mixin",
+    "scalelong_diffusers.patching",
+    "scalelong_diffusers.models.unets",
+)
 
 
 def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for module in map(importlib.import_module, _LAZY_MODULES):
+            if name in vars(module):
+                return vars(module)[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), *_MODULE_OF])
+    return sorted({*globals(), *__all__})
 
 
 def _let_diffusers_load_our_models():

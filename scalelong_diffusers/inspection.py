@@ -46,7 +46,10 @@ def _load_model_config(source: str) -> dict[str, Any]:
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[1]}
     for name, class_name in components.items():
         if _scalable_class(class_name):
-            return _read_json(source, f"{name}/{ModelMixin.config_name}")
+            config = _read_json(source, f"{name}/{ModelMixin.config_name}")
+            if config is None:
+                raise ValueError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline names")
+            return config
     raise ValueError(f"{source}: none of its components ({', '.join(components.values())}) has long skips to scale")
 
 

@@ -1,0 +1,100 @@
+"""The wheel holds all that the package is, and importing it costs what diffusers costs."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import scalelong_diffusers
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    root, folder = Path(__file__).parent.parent, tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    tracked = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in tracked.splitlines():
+        if (root / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((root / name).read_bytes())
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        source,
+    ]
+    subprocess.run(build, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def modules_in_the_checkout(root: Path) -> set[str]:
+    return {str(file.relative_to(root)) for file in (root / "scalelong_diffusers").rglob("*.py")}
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel, project_root):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == modules_in_the_checkout(project_root) | {"scalelong_diffusers/py.typed"}
+    (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+    assert f"{info}/licenses/LICENSE" in names
+
+
+def test_the_wheel_installed_elsewhere_imports_everything(wheel, project_root, in_fresh_process, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    modules = [name[:-3].replace("/", ".") for name in modules_in_the_checkout(project_root)]
+    modules = [name.removesuffix(".__init__") for name in modules]
+    code = f"""
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+import scalelong_diffusers
+assert scalelong_diffusers.__file__.startswith(sys.argv[1]), scalelong_diffusers.__file__
+for name in {modules!r}:
+    importlib.import_module(name)
+for name in scalelong_diffusers.__all__:
+    getattr(scalelong_diffusers, name)
+"""
+    in_fresh_process(code, tmp_path / "site")
+
+
+def test_importing_the_package_brings_in_no_other_library(in_fresh_process):
+    code = """
+import sys
+import torch, diffusers
+diffusers.UNet2DModel
+before = set(sys.modules)
+import scalelong_diffusers
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+print(*sorted(name for name in sys.modules if name.startswith("scalelong_diffusers.")))
+"""
+    brought, own = in_fresh_process(code).stdout.splitlines()
+    assert set(brought.split()) <= {"scalelong_diffusers", "diffusers", *sys.stdlib_module_names}
+    assert "scalelong_diffusers.models.unets" not in own
+
+
+def test_what_is_public_is_named_once_for_people_and_once_for_type_checkers(project_root):
+    tree = ast.parse((project_root / "scalelong_diffusers" / "__init__.py").read_text())
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    names = {alias.name for node in checked.body for alias in node.names}
+    assert names | {"SkipScalingConfig", "__version__"} == set(scalelong_diffusers.__all__)
+    assert set(scalelong_diffusers.__all__) <= set(dir(scalelong_diffusers))
+    with pytest.raises(AttributeError, match="has no attribute 'ScaleLongUNet'"):
+        _ = scalelong_diffusers.ScaleLongUNet
+
+
+def test_diffusers_knows_our_library():
+    """The one thing of diffusers that is not public: without it, pipelines do not load from the Hub."""
+    from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+
+    assert LOADABLE_CLASSES["scalelong_diffusers"] == {"ModelMixin": ["save_pretrained", "from_pretrained"]}
+    assert issubclass(scalelong_diffusers.ScaleLongUNet2DModel, scalelong_diffusers.ModelMixin)
