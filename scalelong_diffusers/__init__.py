@@ -1,4 +1,4 @@
-"""Scale the long skip connections of diffusers' U-Nets, as in the paper ScaleLong (NeurIPS 2023)."""
+"""Scale the long skip connections of diffusers' U-Nets and of U-ViT, as in the paper ScaleLong (NeurIPS 2023)."""
 
 import importlib
 
@@ -20,6 +20,7 @@ _UNETS = (
 _PATCHING = ("apply_skip_scaling", "remove_skip_scaling", "set_skip_scaling_strength", "skip_connections")
 _MODULE_OF = {
     **dict.fromkeys(_UNETS, "scalelong_diffusers.models.unets"),
+    "UViTModel": "scalelong_diffusers.models.uvit",
     "SkipScalingMixin": "scalelong_diffusers.models.mixin",
     **dict.fromkeys(_PATCHING, "scalelong_diffusers.patching"),
 }

@@ -79,6 +79,8 @@ class SkipScalingMixin:
     def _record_skip_scaling(self):
         """Write the scaling into the config, which is what saving and loading go by."""
         config = {**self.config, "skip_scaling": self.skip_scaler.config.to_dict()}
+        if "_use_default_values" in config:  # diffusers leaves out what is named there when it builds from a config
+            config["_use_default_values"] = [name for name in config["_use_default_values"] if name != "skip_scaling"]
         self.register_to_config(**_with_class_name(config, self))
 
 
