@@ -23,6 +23,7 @@ _MODULE_OF = {
     "UViTModel": "scalelong_diffusers.models.uvit",
     "SkipScalingMixin": "scalelong_diffusers.models.mixin",
     **dict.fromkeys(_PATCHING, "scalelong_diffusers.patching"),
+    "model_from_preset": "scalelong_diffusers.presets",
 }
 
 __all__ = ["ModelMixin", "SkipScalingConfig", "__version__", *_MODULE_OF]

@@ -1,4 +1,4 @@
-"""`SkipScalingMixin` turns a diffusers U-Net into one whose long skips are scaled, and keeps it a diffusers model."""
+"""`SkipScalingMixin` turns a diffusers model into one whose long skips are scaled, and keeps it a diffusers model."""
 
 import functools
 import inspect
@@ -22,7 +22,8 @@ class SkipScalingMixin:
     ```
 
     The class then takes `skip_scaling` (a [`SkipScalingConfig`], its fields as a dict, or the name of a method), keeps
-    it in its config, and is equal to the plain class where it is `"none"`, the default.
+    it in its config, and is equal to the plain class where it is `"none"`, the default. A model with an `__init__` of
+    its own takes `skip_scaling` there, and its forward goes through its `skip_scaler`.
     """
 
     def __init_subclass__(cls, **kwargs):
@@ -50,6 +51,20 @@ class SkipScalingMixin:
         model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
         _check_loaded_gates(model.skip_scaler, info, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides):
+        """
+        The model of one of the paper's experiments, freshly initialised; `overrides` go before the preset's config.
+        `scalelong presets` lists them.
+        """
+        from scalelong_diffusers.presets import get_preset  # presets stand on the models
+
+        preset = get_preset(name)
+        if not issubclass(cls, preset.model_class):
+            right = preset.model_class.__name__
+            raise ValueError(f"preset {name!r} is no {cls.__name__}: use {right}.from_preset({name!r})")
+        return cls.from_config(preset.config, **overrides)
 
     def _install_skip_scaling(self, scaler: SkipScaler):
         """Give this model its scaler and the hooks that go through it."""

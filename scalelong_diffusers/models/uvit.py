@@ -93,7 +93,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
 
         def blocks(n: int, has_skip: bool) -> nn.ModuleList:
             return nn.ModuleList(
-                UViTBlock(hidden_size, num_attention_heads, int(hidden_size * mlp_ratio), block_scale, has_skip)
+                UViTBlock(hidden_size, num_attention_heads, round(hidden_size * mlp_ratio), block_scale, has_skip)
                 for _ in range(n)
             )
 
