@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -105,7 +106,9 @@ def load_reference(source: str) -> StateDict:
             f"there is no {path}; accepted: a .pth, a training folder with nnet_ema.pth, or the folder of a UViTModel"
         )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)  # it is refused below
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} is not a file of tensors alone, and whatever else a pickle asks for is refused, since it can run "

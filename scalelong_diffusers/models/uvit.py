@@ -79,6 +79,17 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
+        _check_positive(
+            patch_size=patch_size,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_attention_heads=num_attention_heads,
+            num_class_embeds=num_class_embeds,
+            cross_attention_dim=cross_attention_dim,
+            context_length=context_length,
+        )
         _check_architecture(num_layers, hidden_size, num_attention_heads, block_scale)
         out_channels = in_channels if out_channels is None else out_channels
         height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
@@ -253,6 +264,12 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
             _check_text(encoder_hidden_states, batch_size, config.context_length, config.cross_attention_dim)
         if encoder_attention_mask is not None:
             _check_mask(encoder_attention_mask, encoder_hidden_states)
+
+
+def _check_positive(**sizes: int | None):
+    for name, value in sizes.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _check_architecture(num_layers: int, hidden_size: int, num_attention_heads: int, block_scale: Any):
