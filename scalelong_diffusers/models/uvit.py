@@ -274,9 +274,10 @@ def _check_positive(**sizes: int | None):
 
 def _check_architecture(num_layers: int, hidden_size: int, num_attention_heads: int, block_scale: Any):
     if num_layers % 2:
+        even = sorted({max(num_layers - 1, 2), num_layers + 1})
         raise ValueError(
             f"num_layers={num_layers} is odd, but each encoder block has its skip to one decoder block (the middle "
-            f"block is not counted): take {num_layers - 1} or {num_layers + 1}"
+            f"block is not counted): take {' or '.join(map(str, even))}"
         )
     if hidden_size % num_attention_heads:
         raise ValueError(
