@@ -50,6 +50,7 @@ class SkipScalingMixin:
         output_loading_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
         _check_loaded_gates(model.skip_scaler, info, pretrained_model_name_or_path)
+        _check_nothing_is_missing(model, info, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -162,4 +163,15 @@ def _check_loaded_gates(scaler: SkipScaler, loading_info: dict[str, Any], source
         raise ValueError(
             f"{source} lacks {len(missing)} of the {expected} gate weights of {scaler.config}, such as {missing[0]}"
             f"{instead}; load it with the skip_scaling that it was saved with"
+        )
+
+
+def _check_nothing_is_missing(model, loading_info: dict[str, Any], source: Any):
+    """diffusers warns of weights that a checkpoint lacks, and leaves them without memory: the model can not run."""
+    weights = model.state_dict()
+    missing = sorted(key for key in loading_info.get("missing_keys", ()) if key in weights and weights[key].is_meta)
+    if missing:
+        raise ValueError(
+            f"{source} lacks {len(missing)} weights of this {type(model).__name__}, such as {missing[0]}; it was "
+            "saved from a model with another config"
         )

@@ -673,6 +673,14 @@ def test_bad_inputs(config, inputs, message):
         make(**config)(**{"sample": images(), "timestep": 3, **inputs})
 
 
+@pytest.mark.parametrize("config", [{"block_scale": "rezero"}, {"num_layers": 8}, {"num_class_embeds": 3}])
+def test_a_checkpoint_of_another_model_is_refused(config, tmp_path):
+    make().save_pretrained(tmp_path)
+    # A class token makes for one more position embedding, which diffusers refuses itself.
+    with pytest.raises(ValueError, match=r"lacks \d+ weights of this UViTModel, such as|expected shape"):
+        UViTModel.from_pretrained(tmp_path, **config)
+
+
 def test_a_misspelt_keyword_is_named():
     with pytest.raises(TypeError, match=r"no argument 'skip_scalling' \(did you mean 'skip_scaling'\?\)"):
         UViTModel.from_config(make().config, skip_scalling="ls")
