@@ -1,4 +1,4 @@
-"""Scale the long skip connections of diffusers' U-Nets, as in the paper ScaleLong (NeurIPS 2023)."""
+"""Scale the long skip connections of diffusers' U-Nets and of U-ViT, as in the paper ScaleLong (NeurIPS 2023)."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
         ScaleLongUNetMotionModel,
         ScaleLongUNetSpatioTemporalConditionModel,
     )
+    from scalelong_diffusers.models.uvit import UViTModel
     from scalelong_diffusers.patching import (
         apply_skip_scaling,
         remove_skip_scaling,
         set_skip_scaling_strength,
         skip_connections,
     )
+    from scalelong_diffusers.presets import model_from_preset
 
 __all__ = [
     "ScaleLongI2VGenXLUNet",
@@ -36,8 +38,10 @@ __all__ = [
     "ScaleLongUNetSpatioTemporalConditionModel",
     "SkipScalingConfig",
     "SkipScalingMixin",
+    "UViTModel",
     "__version__",
     "apply_skip_scaling",
+    "model_from_preset",
     "remove_skip_scaling",
     "set_skip_scaling_strength",
     "skip_connections",
@@ -45,9 +49,10 @@ __all__ = [
 
 # Imported when they are first asked for: not every user of a U-Net is to pay for all of diffusers' others.
 _LAZY_MODULES = (
-    "scalelong_diffusers.models.mixin",
-    "scalelong_diffusers.patching",
     "scalelong_diffusers.models.unets",
+    "scalelong_diffusers.models.uvit",
+    "scalelong_diffusers.patching",
+    "scalelong_diffusers.presets",
 )
 
 
