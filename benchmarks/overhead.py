@@ -4,7 +4,7 @@ What scaling costs: the scaled classes against the stock one with the same weigh
     python benchmarks/overhead.py [--rounds 30] [--json]
 
 Times are paired ratios with their 95 % interval; memory is the peak of what a step allocates, counted by torch's
-allocator, with and without the weights, gradients and optimizer state that stay (the step alone is the harder figure).
+allocator, with and without the weights and optimizer state that stay (the step alone is the harder figure).
 """
 
 import argparse

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from torch import nn
 
 import scalelong_diffusers.models.unets
@@ -42,40 +42,40 @@ def _load_model_config(source: str) -> dict[str, Any]:
     if index is None:
         raise ValueError(
             f"{source} is neither a model nor a pipeline: it has no {ModelMixin.config_name} and no "
-            f"{DiffusionPipeline.config_name}"
+            f"{DiffusionPipeline.config_name}{'' if os.path.isdir(source) else ' that can be reached'}"
         )
-    components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[1]}
+    components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     for name, class_name in components.items():
         if _scalable_class(class_name):
             config = _read_json(source, f"{name}/{ModelMixin.config_name}")
             if config is None:
                 raise ValueError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline names")
             return config
-    raise ValueError(f"{source}: none of its components ({', '.join(components.values())}) has long skips to scale")
+    held = ", ".join(class_name for class_name in components.values() if class_name)
+    raise ValueError(f"{source}: none of its components ({held}) has long skips to scale")
 
 
 def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """A file of a local folder or of a repository on the Hub; None where there is no such file in it."""
+    """A file of a local folder or of a repository on the Hub or in its cache; None where there is no such file."""
     if os.path.isdir(source):
         path = os.path.join(source, name)
     else:
         try:
             path = hf_hub_download(source, name)
-        except LocalEntryNotFoundError as error:
-            raise ValueError(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
-        except EntryNotFoundError:
+        except EntryNotFoundError:  # also where the Hub can not be reached, and the cache has no such file
             return None
         except (HFValidationError, HfHubHTTPError) as error:
-            raise ValueError(
-                f"{source} is neither a local folder nor a repository on the Hub that you may read"
-            ) from error
+            raise ValueError(f"{source} is neither a local folder nor a repository that you may read") from error
     if not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8") as file:
         try:
-            return json.load(file)
+            content = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r}")
+    return content
 
 
 def _scalable_class(name: str) -> type | None:

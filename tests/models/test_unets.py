@@ -38,8 +38,8 @@ def test_constant_methods_scale_the_trailing_channels_of_each_decoder_resnet(cas
 
 def squeeze_excite(weights, prefix, skip, activation=torch.relu):
     pooled = skip.flatten(2).mean(2)
-    hidden = activation(pooled @ weights[f"{prefix}.fc1.weight"].T + weights[f"{prefix}.fc1.bias"])
-    return hidden @ weights[f"{prefix}.fc2.weight"].T + weights[f"{prefix}.fc2.bias"]
+    hidden = activation(pooled @ weights[f"{prefix}.squeeze.weight"].T + weights[f"{prefix}.squeeze.bias"])
+    return hidden @ weights[f"{prefix}.excite.weight"].T + weights[f"{prefix}.excite.bias"]
 
 
 def instance_enhance(weights, prefix, skip):
@@ -112,7 +112,7 @@ def test_identity_gates_leave_the_output_bit_identical_and_learn(case):
     with torch.no_grad():
         assert torch.equal(scaled(**inputs).sample, case.build()(**inputs).sample)
     scaled(**inputs).sample.square().mean().backward()
-    last_layers = [gate.fc2.weight.grad for gate in scaled.skip_scaler.gates.values()]
+    last_layers = [gate.excite.weight.grad for gate in scaled.skip_scaler.gates.values()]
     assert all(grad.abs().sum() > 0 for grad in last_layers)
 
 
