@@ -1,7 +1,7 @@
 """
 `UViTModel` against a straightforward implementation with the same weights, side by side in one run.
 
-    python benchmarks/uvit.py [--rounds 12] [--compile] [--json]
+    python benchmarks/uvit.py [--rounds 12] [--only models|scaling|parts] [--model S/2] [--compile] [--json]
 
 The straightforward one concatenates hidden state and skip, multiplies the skip by its factor and applies one linear
 layer; its attention is torch's, in the dtype of autocast and, on a line of its own, in float32. A speed is
@@ -261,10 +261,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
     parser.add_argument("--only", choices=["models", "scaling", "parts"])
+    parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     results = {}
     for name, preset in MODELS.items():
+        if arguments.model not in (None, name):
+            continue
         if arguments.only in (None, "models"):
             results[f"{name} against straightforward"] = whole_models(preset, arguments.rounds, arguments.compile)
         if arguments.only in (None, "scaling"):

@@ -196,22 +196,12 @@ def test_auto_kappa_is_stored_as_the_number_that_was_solved(ddpm):
     assert model.skip_scaler.config.kappa == model.config.skip_scaling["kappa"]
 
 
-PAPER_UNET = {
-    "sample_size": 32,
-    "layers_per_block": 2,
-    "block_out_channels": (128, 256, 256, 256),
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-    "attention_head_dim": None,
-}
-
-
 @pytest.mark.parametrize(("entry", "added"), [("ls", 10_648), ({"method": "ls", "shared": False}, 76_448), ("cs", 0)])
 def test_parameters_added_to_the_papers_unet(entry, added):
     from scalelong_diffusers import ScaleLongUNet2DModel
 
     with torch.device("meta"):
-        model = ScaleLongUNet2DModel(**PAPER_UNET, skip_scaling=entry)
+        model = ScaleLongUNet2DModel.from_preset("cifar10-unet", skip_scaling=entry)
     assert model.num_parameters() == 35_746_307 + added
     listed = skip_connections(model)
     assert listed.parameters == added
