@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from scalelong_diffusers.messages import near_miss
-from scalelong_diffusers.scaling import METHODS, SkipScalingConfig
+from scalelong_diffusers.scaling import METHODS
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -57,8 +57,8 @@ def add_skip_scaling_arguments(parser: argparse.ArgumentParser):
             group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), help=explanation)
 
 
-def skip_scaling_from_arguments(arguments: argparse.Namespace) -> SkipScalingConfig | None:
-    """The config that the flags ask for, None where they name no method."""
+def skip_scaling_fields(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """What the flags say of the scaling, as the dict that a `SkipScalingConfig` is made of; None without a method."""
     names = {"kappa": "kappa"} | {name: f"skip_scaling_{name}" for name in _FIELD_FLAGS}
     fields = {field: value for field, name in names.items() if (value := getattr(arguments, name)) is not None}
     if arguments.skip_scaling is None:
@@ -66,7 +66,7 @@ def skip_scaling_from_arguments(arguments: argparse.Namespace) -> SkipScalingCon
             given = names[next(iter(fields))]
             raise ValueError(f"--{given} needs --skip_scaling METHOD; accepted: {', '.join(METHODS)}")
         return None
-    return SkipScalingConfig(arguments.skip_scaling, **fields)
+    return {"method": arguments.skip_scaling, **fields}
 
 
 def _spellings(name: str) -> list[str]:

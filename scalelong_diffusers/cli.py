@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments, skip_scaling_from_arguments
+from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments, skip_scaling_fields
 from scalelong_diffusers.inspection import model_skeleton
 from scalelong_diffusers.models.conversion import (
     UntoldByWeights,
@@ -99,8 +99,7 @@ def _preset_lines(preset: Preset) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    config = skip_scaling_from_arguments(arguments)
-    skips = skip_connections(model_skeleton(arguments.model, config))
+    skips = skip_connections(model_skeleton(arguments.model, skip_scaling_fields(arguments)))
     if arguments.json:
         rows = [dataclasses.asdict(skip) for skip in skips]
         print(json.dumps({"skip_scaling": skips.config.to_dict(), "parameters": skips.parameters, "skips": rows}))
@@ -129,7 +128,7 @@ def _kappa(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    scaling = skip_scaling_from_arguments(arguments)
+    scaling = skip_scaling_fields(arguments)
     flags = {name: getattr(arguments, name) for name in ("num_attention_heads", "timesteps", "context_length")}
     if is_model_folder(arguments.source):
         if given := [name for name, value in {**flags, "skip_scaling": scaling}.items() if value is not None]:
@@ -137,8 +136,6 @@ def _convert(arguments: argparse.Namespace) -> int:
         model = convert_to_reference(arguments.source, arguments.target)
         print(f"{arguments.target}: {_described(model)} (heads, timesteps and factors are not in the file)")
         return 0
-    if arguments.skip_scaling in ("cs", "constant") and arguments.kappa is None:
-        raise ValueError(f"--skip_scaling {arguments.skip_scaling} needs the --kappa that the model was trained with")
     model = convert_from_reference(arguments.source, arguments.target, UntoldByWeights(**flags, skip_scaling=scaling))
     print(f"{arguments.target}: {_described(model)}")
     return 0

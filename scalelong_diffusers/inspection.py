@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ from torch import nn
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that are looked up by name
 from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable, plain_class
-from scalelong_diffusers.scaling import SkipScalingConfig
 
 
-def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -> nn.Module:
+def model_skeleton(source: str, skip_scaling: Mapping[str, Any] | None = None) -> nn.Module:
     """
     The model of a folder or Hub id on the meta device; of a pipeline the one whose long skips can be scaled.
 

@@ -15,9 +15,11 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from scalelong_diffusers.models.uvit import TIMESTEP_CONVENTIONS, UViTModel
@@ -75,19 +77,20 @@ class UntoldByWeights:
     Args:
         num_attention_heads: heads of a block.
         timesteps: what the network was shown: `"continuous"`, t * 999 with t in (0, 1], or `"discrete"`, 1 .. 1000.
-        skip_scaling: needed where there are no gates, as constant factors leave no trace in the weights.
+        skip_scaling: a method and its fields, as a dict. Needed where there are no gates, as constant factors leave no
+            trace in the weights; where there are, it need not say what their shapes tell.
         context_length: of a text-conditional model: the number of text tokens.
     """
 
     num_attention_heads: int | None = None
     timesteps: str | None = None
-    skip_scaling: SkipScalingConfig | None = None
+    skip_scaling: Mapping[str, Any] | None = None
     context_length: int | None = None
 
 
 def convert_from_reference(source: str, target: str, untold: UntoldByWeights) -> UViTModel:
     """Read a `.pth`, or the `nnet_ema.pth` of a training folder, and write the folder `target` of a `UViTModel`."""
-    _refuse_existing(target)
+    _refuse_existing(target, is_folder=True)
     model = model_from_reference(load_reference(source), untold, source)
     with _beside(target) as folder:
         made = os.path.join(folder, "model")
@@ -98,7 +101,7 @@ def convert_from_reference(source: str, target: str, untold: UntoldByWeights) ->
 
 def convert_to_reference(source: str, target: str) -> UViTModel:
     """Write the weights of a `UViTModel`'s folder as the `.pth` that the reference's code loads."""
-    _refuse_existing(target)
+    _refuse_existing(target, is_folder=False)
     model = _load_as_saved(source)
     _check_expressible(model)
     with _beside(target) as folder:
@@ -130,8 +133,13 @@ def load_reference(source: str) -> StateDict:
         ) from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} is no state dict, which maps names to tensors: it holds a {type(state).__name__}")
-    if others := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise ValueError(f"{path} is no state dict, which maps names to tensors: it has {others[0]!r}")
+    for key, value in state.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise ValueError(f"{path} is no state dict, which maps names to tensors: it has {key!r}")
+        if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
+            raise ValueError(
+                f"{path} has {key} as {value.dtype}, {value.layout}, on {value.device}: no weight is that"
+            )
     return dict(state)
 
 
@@ -195,6 +203,8 @@ def _architecture(state: StateDict, untold: UntoldByWeights, source: str) -> dic
             what = f"a {state[key].ndim}-D" if key in state else "no"
             some = ", ".join(map(str, list(state)[:3]))
             raise ValueError(f"{source} is no U-ViT: it has {what} {key} among {len(state)} tensors ({some}, ...)")
+        if key in state and 0 in state[key].shape:
+            raise ValueError(f"{source} is no U-ViT: its {key} is empty, {tuple(state[key].shape)}")
     hidden_size, in_channels, patch_size, _ = state["patch_embed.proj.weight"].shape
     text = state.get("context_embed.weight")
     labels = state.get("label_emb.weight")
@@ -215,22 +225,29 @@ def _architecture(state: StateDict, untold: UntoldByWeights, source: str) -> dic
         **({} if text is None else {"cross_attention_dim": text.shape[1], "context_length": context_length}),
         "final_conv": "final_layer.weight" in state,
         **TIMESTEP_CONVENTIONS[untold.timesteps],
-        "skip_scaling": untold.skip_scaling or told_scaling,
+        "skip_scaling": _scaling(untold.skip_scaling, told_scaling),
     }
 
 
-def _gates(state: StateDict) -> SkipScalingConfig | None:
-    """The scaling that a checkpoint with gates has; one without them may have any constant one."""
+def _scaling(asked: Mapping[str, Any] | None, told: Mapping[str, Any] | None) -> SkipScalingConfig:
+    """What the shapes of the gates tell goes before defaults, and what was asked for before both."""
+    return SkipScalingConfig.parse({**(told or {}), **(asked or {})})
+
+
+def _gates(state: StateDict) -> dict[str, Any] | None:
+    """What a checkpoint with gates tells of its scaling; one without them may have any constant one."""
     shared = "se.layer1.weight" in state
     first = state.get("se.layer1.weight" if shared else "se.0.layer1.weight")
     if first is None:
         return None
     hidden, width = first.shape
+    if hidden > width:
+        raise ValueError(f"the gates have a hidden width of {hidden}, above the {width} tokens that they pool")
     # Several reductions can give the same gate; the paper's is named where it is one of them.
-    return SkipScalingConfig("ls", shared=shared, reduction=16 if width // 16 == hidden else width // hidden)
+    return {"method": "ls", "shared": shared, "reduction": 16 if width // 16 == hidden else width // hidden}
 
 
-def _check_untold(untold: UntoldByWeights, told_scaling: SkipScalingConfig | None, has_text: bool, source: str):
+def _check_untold(untold: UntoldByWeights, told_scaling: Mapping[str, Any] | None, has_text: bool, source: str):
     needed = {
         "--num_attention_heads N": untold.num_attention_heads is None,
         f"--timesteps {{{','.join(TIMESTEP_CONVENTIONS)}}}": untold.timesteps is None,
@@ -241,10 +258,15 @@ def _check_untold(untold: UntoldByWeights, told_scaling: SkipScalingConfig | Non
         raise ValueError(f"the weights of {source} do not tell all of the model: give {', '.join(lacking)}")
     if untold.context_length is not None and not has_text:
         raise ValueError(f"context_length={untold.context_length} was given, but {source} is a model without text")
-    if told_scaling and untold.skip_scaling and untold.skip_scaling.method != "ls":
+    asked = untold.skip_scaling or {}
+    if asked.get("method") == "learnable":
+        raise ValueError(f"skip_scaling='learnable' is not for {source}: the reference has no such method")
+    if asked.get("method") in ("cs", "constant") and asked.get("kappa", "auto") == "auto":
         raise ValueError(
-            f"{source} has the gates of the method 'ls', which skip_scaling={untold.skip_scaling.method!r} has not"
+            f"--skip_scaling {asked['method']} needs the --kappa that {source} was trained with, as a number"
         )
+    if told_scaling and asked.get("method", "ls") != "ls":
+        raise ValueError(f"{source} has the gates of the method 'ls', which skip_scaling={asked['method']!r} has not")
 
 
 def _side(num_patches: int, source: str) -> int:
@@ -278,6 +300,18 @@ def _load_as_saved(folder: str) -> UViTModel:
         raise ValueError(
             f"{folder} is of the class {config.get('_class_name')}, and only a {UViTModel.__name__} can be converted"
         )
+    try:
+        state = _load_weights(folder)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"the weights of {folder} are damaged: {error!r}") from error
+    with torch.device("meta"):
+        model = UViTModel.from_config(config)
+    _check_fits(state, model.state_dict(), folder, "its own config")
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _load_weights(folder: str) -> StateDict:
     index = os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME)
     files = {SAFETENSORS_WEIGHTS_NAME}
     if os.path.isfile(index):
@@ -286,11 +320,7 @@ def _load_as_saved(folder: str) -> UViTModel:
     state = {}
     for file in files:
         state.update(load_file(os.path.join(folder, file)))
-    with torch.device("meta"):
-        model = UViTModel.from_config(config)
-    _check_fits(state, model.state_dict(), folder, "its own config")
-    model.load_state_dict(state, assign=True)
-    return model
+    return state
 
 
 def _check_expressible(model: UViTModel):
@@ -312,10 +342,12 @@ def _check_expressible(model: UViTModel):
         raise ValueError(f"the reference's U-ViT has no {'; no '.join(named)}")
 
 
-def _refuse_existing(target: str):
-    is_empty_folder = os.path.isdir(target) and not os.listdir(target)
-    if os.path.lexists(target) and not is_empty_folder:
+def _refuse_existing(target: str, is_folder: bool):
+    may_be_there = is_folder and os.path.isdir(target) and not os.listdir(target)
+    if os.path.lexists(target) and not may_be_there:
         raise ValueError(f"{target} is already there and is not overwritten")
+    if not is_folder and target.endswith(os.sep):
+        raise ValueError(f"{target} is the name of a folder, and a .pth is a file")
 
 
 def _beside(target: str) -> tempfile.TemporaryDirectory:

@@ -31,7 +31,7 @@ class SkipScalingMixin:
         super().__init_subclass__(**kwargs)
         patterns = cls._skip_layerwise_casting_patterns or ()
         cls._skip_layerwise_casting_patterns = [*(p for p in patterns if p != "skip_scaler"), "skip_scaler"]
-        if "__init__" not in cls.__dict__:
+        if SkipScalingMixin in cls.__bases__ and "__init__" not in cls.__dict__:
             cls.__init__ = _init_with_skip_scaling(plain_class(cls))
         if cls.__module__.startswith("scalelong_diffusers."):
             # Pipelines record where a class is imported from; the package is to be the only place of that name.

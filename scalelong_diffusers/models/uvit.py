@@ -1,5 +1,6 @@
 """`UViTModel`: U-ViT, the transformer with long skips that the paper trains, as a diffusers model."""
 
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from diffusers.models.unets.unet_2d import UNet2DOutput
 from torch import nn
 
 from scalelong_diffusers.models.mixin import SkipScalingMixin, build_skip_scaler
-from scalelong_diffusers.models.uvit_block import UViTBlock
+from scalelong_diffusers.models.uvit_block import UViTBlock, is_traced
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -95,10 +96,9 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
             cross_attention_dim=cross_attention_dim,
             context_length=context_length,
         )
-        _check_architecture(num_layers, hidden_size, num_attention_heads, block_scale)
+        _check_architecture(num_layers, hidden_size, num_attention_heads, mlp_ratio, block_scale)
         out_channels = in_channels if out_channels is None else out_channels
-        height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
-        self.grid = _patch_grid(height, width, patch_size)
+        self.grid = _patch_grid(*_height_and_width(sample_size), patch_size)
         self.context_length = context_length if cross_attention_dim else 0
         self.num_extra_tokens = 1 + bool(num_class_embeds) + self.context_length
 
@@ -133,6 +133,12 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+    @classmethod
+    def from_single_file(cls, *args, **kwargs):
+        raise ValueError(
+            "a UViTModel is not loaded from a single file: turn a .pth into a folder by `scalelong convert`"
+        )
 
     def _remove_skip_scaling(self):
         self._switch_skip_scaling_off()  # there is no plainer class to become
@@ -202,6 +208,11 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     def _time_token(self, timestep: torch.Tensor | float | int, sample: torch.Tensor) -> torch.Tensor:
         if isinstance(timestep, torch.Tensor):
+            if timestep.shape not in ((), (1,), sample.shape[:1]):
+                raise ValueError(
+                    f"timestep must be one, or one for each of the {sample.shape[0]} samples, got a tensor of shape "
+                    f"{tuple(timestep.shape)}"
+                )
             timestep = timestep.to(sample.device, torch.float32).expand(sample.shape[0])
         else:
             timestep = torch.full(sample.shape[:1], timestep, dtype=torch.float32, device=sample.device)
@@ -276,7 +287,17 @@ def _check_positive(**sizes: int | None):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _check_architecture(num_layers: int, hidden_size: int, num_attention_heads: int, block_scale: Any):
+def _height_and_width(sample_size: int | tuple[int, int]) -> tuple[int, int]:
+    sizes = [sample_size] * 2 if isinstance(sample_size, int) else sample_size
+    is_pair = isinstance(sizes, (tuple, list)) and len(sizes) == 2
+    if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise ValueError(f"sample_size must be a whole number of at least 1 or (height, width), got {sample_size!r}")
+    return tuple(sizes)
+
+
+def _check_architecture(
+    num_layers: int, hidden_size: int, num_attention_heads: int, mlp_ratio: float, block_scale: Any
+):
     if num_layers % 2:
         even = sorted({max(num_layers - 1, 2), num_layers + 1})
         raise ValueError(
@@ -287,18 +308,24 @@ def _check_architecture(num_layers: int, hidden_size: int, num_attention_heads: 
         raise ValueError(
             f"hidden_size={hidden_size} can not be divided among num_attention_heads={num_attention_heads}"
         )
-    if block_scale != "rezero" and (isinstance(block_scale, bool) or not isinstance(block_scale, numbers.Real)):
+    if not _is_number(mlp_ratio) or round(hidden_size * mlp_ratio) < 1:
+        raise ValueError(f"mlp_ratio must be a number that leaves the MLP a width of at least 1, got {mlp_ratio!r}")
+    if block_scale != "rezero" and not _is_number(block_scale):
         raise ValueError(f"block_scale must be a number or 'rezero', got {block_scale!r}")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _patch_grid(height: int, width: int, patch_size: int) -> tuple[int, int]:
-    if height % patch_size or width % patch_size:
-        down = [max(n // patch_size, 1) * patch_size for n in (height, width)]
-        up = [-(-n // patch_size) * patch_size for n in (height, width)]
-        raise ValueError(
-            f"images of {height} x {width} can not be cut into patches of patch_size={patch_size}; the nearest that "
-            f"can: {' and '.join(dict.fromkeys(f'{h} x {w}' for h, w in (down, up)))}"
-        )
+    for name, size in (("height", height), ("width", width)):
+        if size % patch_size:
+            below, above = size // patch_size * patch_size, (size // patch_size + 1) * patch_size
+            raise ValueError(
+                f"images of {height} x {width} can not be cut into patches of patch_size={patch_size}; the nearest "
+                f"{name} that can: {f'{below} or {above}' if below else above}"
+            )
     return height // patch_size, width // patch_size
 
 
@@ -310,12 +337,12 @@ def _check_given(name: str, value: torch.Tensor | None, option: str, configured:
 
 
 def _check_labels(labels: torch.Tensor, batch_size: int, num_classes: int):
-    if labels.shape != (batch_size,) or labels.is_floating_point():
+    if labels.shape != (batch_size,) or labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"class_labels must be {batch_size} whole numbers, one for each sample, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}"
+            f"class_labels must be {batch_size} whole numbers (int32 or int64), one for each sample, got "
+            f"{labels.dtype} of shape {tuple(labels.shape)}"
         )
-    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+    if labels.device.type != "cpu" or is_traced(labels):
         return  # to look at them would wait for the device, or break the graph
     if out_of_range := [label for label in labels.tolist() if not 0 <= label < num_classes]:
         raise ValueError(f"class_labels must be in 0..{num_classes - 1} (num_class_embeds), got {out_of_range}")

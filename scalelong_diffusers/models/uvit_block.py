@@ -29,7 +29,6 @@ class UViTBlock(nn.Module):
         self.mlp = UViTMLP(hidden_size, mlp_size)
         self.attn_residual = Residual(block_scale)
         self.mlp_residual = Residual(block_scale)
-        self.gradient_checkpointing = False
 
     def forward(
         self,
@@ -47,10 +46,7 @@ class UViTBlock(nn.Module):
         hidden_states = self.hidden_proj(hidden_states)
         if isinstance(factor, torch.Tensor):
             skip = in_compute_dtype(skip)
-            scaled = linear_of(
-                self.skip_proj, torch.mul, skip, factor.to(skip.dtype), keep=self.gradient_checkpointing
-            )
-            return hidden_states + scaled
+            return hidden_states + linear_of(self.skip_proj, torch.mul, skip, factor.to(skip.dtype))
         # A constant is left to the addition, where it costs nothing.
         return torch.add(hidden_states, self.skip_proj(skip), alpha=factor)
 
@@ -81,12 +77,11 @@ class UViTMLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(hidden_size, mlp_size)
         self.fc2 = nn.Linear(mlp_size, hidden_size)
-        self.gradient_checkpointing = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return self.fc2(F.gelu(self.fc1(hidden_states)))  # each result goes as soon as the next is there
-        return linear_of(self.fc2, F.gelu, self.fc1(hidden_states), keep=self.gradient_checkpointing)
+        return linear_of(self.fc2, F.gelu, self.fc1(hidden_states))
 
 
 class Residual(nn.Module):
@@ -102,17 +97,14 @@ class Residual(nn.Module):
         return torch.add(hidden_states, branch, alpha=self.scale)
 
 
-def linear_of(
-    linear: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, keep: bool
-) -> torch.Tensor:
+def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """
     `linear(function(*inputs))` for an elementwise function: the backward pass computes its result again instead of
-    keeping it. For the MLP that is a quarter of all that a block keeps.
-
-    With `keep` it does not, which is for gradient checkpointing: that computes the whole block again anyway.
+    keeping it. For the MLP that is a quarter of all that a block keeps. It stands back where somebody else decides
+    what is kept, as activation checkpointing does, which computes the whole block again anyway.
     """
     value = function(*inputs)
-    if keep or not value.requires_grad or _is_traced(value):
+    if not value.requires_grad or is_traced(value) or torch._C._autograd._top_saved_tensors_default_hooks(True):
         return linear(value)
     place = value.data_ptr(), value.numel()
 
@@ -127,7 +119,7 @@ def linear_of(
         return linear(value)
 
 
-def _is_traced(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: torch.Tensor) -> bool:
     """
     Compilers choose themselves what to compute again, torch.func allows no hooks on what is saved, and the subclasses
     of tensor parallelism and the like have no memory to be recognised by.
@@ -142,6 +134,8 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 def in_compute_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as autocast hands it to a linear layer."""
     device = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensor
+    if tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))

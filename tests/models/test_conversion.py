@@ -243,6 +243,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(write, tmp_path, capsys):
         (lambda path: path.write_bytes(b""), "not a file of tensors alone"),
         (lambda path: torch.save([torch.zeros(1)], path), "is no state dict, .* it holds a list"),
         (lambda path: torch.save({"state_dict": {}, "step": 3}, path), "is no state dict, .* it has 'state_dict'"),
+        (lambda path: torch.save({3: torch.zeros(1)}, path), "is no state dict, .* it has 3"),
         (lambda path: path.mkdir(), "there is no .*in.pth/nnet_ema.pth; accepted"),
     ],
 )
@@ -251,6 +252,76 @@ def test_what_is_no_state_dict(write, message, tmp_path, capsys):
     code, output = run(capsys, tmp_path / "in.pth", tmp_path / "out", *TOLD, "--skip_scaling", "none")
     assert code == 2
     assert re.search(message, output)
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        ("norm.bias", torch.zeros(32, dtype=torch.int64), "has norm.bias as torch.int64"),
+        ("norm.bias", torch.zeros(32, dtype=torch.complex64), "has norm.bias as torch.complex64"),
+        ("norm.bias", torch.zeros(32, device="meta"), "has norm.bias as .* on meta"),
+        ("patch_embed.proj.weight", torch.zeros(32, 3, 0, 0), "its patch_embed.proj.weight is empty"),
+        ("se.layer1.weight", torch.zeros(0, 17), "its se.layer1.weight is empty"),
+        ("se.layer1.weight", torch.zeros(20, 17), "a hidden width of 20, above the 17 tokens"),
+    ],
+)
+def test_tensors_that_no_uvit_has(key, tensor, message, tmp_path, capsys):
+    save_reference(tmp_path / "in.pth")
+    torch.save(torch.load(tmp_path / "in.pth") | {key: tensor}, tmp_path / "in.pth")
+    code, output = run(capsys, tmp_path / "in.pth", tmp_path / "out", *TOLD, "--skip_scaling", "ls")
+    assert code == 2
+    assert re.search(message, output)
+    assert os.listdir(tmp_path) == ["in.pth"]
+
+
+def test_what_the_gates_tell_need_not_be_said_beside_what_they_do_not(tmp_path, capsys):
+    save_reference(tmp_path / "in.pth", skip_scaling={"method": "ls", "reduction": 4, "activation": "mish"})
+    flags = ["--skip_scaling", "ls", "--skip_scaling_activation", "mish"]
+    assert run(capsys, tmp_path / "in.pth", tmp_path / "out", *TOLD, *flags)[0] == 0
+    assert UViTModel.from_pretrained(tmp_path / "out").skip_scaler.config == SkipScalingConfig(
+        "ls", reduction=4, activation="mish", gate_axis="tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--skip_scaling", "cs", "--kappa", "auto"], "--skip_scaling cs needs the --kappa that .* as a number"),
+        (["--skip_scaling", "learnable"], "'learnable' is not for .* the reference has no such method"),
+    ],
+)
+def test_scaling_that_a_reference_can_not_have_had(flags, message, tmp_path, capsys):
+    save_reference(tmp_path / "in.pth")
+    code, output = run(capsys, tmp_path / "in.pth", tmp_path / "out", *TOLD, *flags)
+    assert code == 2
+    assert re.search(message, output)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("diffusion_pytorch_model.safetensors", b"", "the weights of .* are damaged"),
+        ("diffusion_pytorch_model.safetensors.index.json", b"{}", "the weights of .* are damaged: KeyError"),
+        ("config.json", b"{}", "is of the class None, and only a UViTModel can be converted"),
+    ],
+)
+def test_a_damaged_folder(file, content, message, tmp_path, capsys):
+    UViTModel(**TINY).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / file).write_bytes(content)
+    code, output = run(capsys, tmp_path / "model", tmp_path / "out.pth")
+    assert code == 2
+    assert re.search(message, output)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_pth_is_not_written_over_a_folder(tmp_path, capsys):
+    UViTModel(**TINY).save_pretrained(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, tmp_path / "model", tmp_path / "empty") == (
+        2, f"scalelong: {tmp_path / 'empty'} is already there and is not overwritten\n"
+    )  # fmt: skip
+    code, output = run(capsys, tmp_path / "model", f"{tmp_path}/new/")
+    assert (code, "is the name of a folder, and a .pth is a file" in output) == (2, True)
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):
@@ -275,7 +346,7 @@ def test_a_write_that_fails_leaves_nothing(target_is_there, tmp_path, monkeypatc
     if target_is_there:
         (tmp_path / "out").mkdir()
     monkeypatch.setattr(UViTModel, "save_pretrained", fill_the_disk)
-    untold = UntoldByWeights(4, "discrete", SkipScalingConfig("none"))
+    untold = UntoldByWeights(4, "discrete", {"method": "none"})
     with pytest.raises(OSError, match="No space left"):
         convert_from_reference(str(tmp_path / "in.pth"), str(tmp_path / "out"), untold)
     assert sorted(os.listdir(tmp_path)) == (["in.pth", "out"] if target_is_there else ["in.pth"])

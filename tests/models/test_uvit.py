@@ -327,6 +327,27 @@ def test_inspect_knows_it(tmp_path, capsys):
     assert "out_blocks.2.skip_proj" in capsys.readouterr().out
 
 
+def test_a_subclass_is_built_saved_and_loaded_as_one(tmp_path):
+    class Mine(UViTModel):
+        pass
+
+    model = Mine(**TINY, skip_scaling="cs")
+    model.save_pretrained(tmp_path)
+    reloaded = Mine.from_pretrained(tmp_path)
+    assert reloaded.config.skip_scaling["method"] == "cs"
+    assert reloaded.config.hidden_size == TINY["hidden_size"]
+
+
+def test_it_runs_on_the_meta_device():
+    with torch.device("meta"):
+        assert UViTModel(**TINY)(torch.empty(2, 3, 8, 8), 3).sample.shape == (2, 3, 8, 8)
+
+
+def test_a_single_file_is_refused_with_the_way_to_go():
+    with pytest.raises(ValueError, match=r"turn a .pth into a folder by `scalelong convert`"):
+        UViTModel.from_single_file("model.pth")
+
+
 def test_config_keeps_a_scaling_that_came_later():
     # diffusers leaves out of a new config what it noted as default in the old one.
     model = apply_skip_scaling(make(), "inv_sqrt2")
@@ -344,9 +365,9 @@ def test_linear_of_keeps_nothing_of_the_function():
         results.append(weakref.ref(value := nn.functional.gelu(x)))
         return value
 
-    output = linear_of(linear, gelu, x, keep=False)
+    output = linear_of(linear, gelu, x)
     assert results[0]() is None
-    kept = linear_of(linear, gelu, x, keep=True)
+    kept = linear(gelu(x))
     assert torch.equal(output, kept)
     gradients = [torch.autograd.grad(y.square().sum(), [x, *linear.parameters()]) for y in (output, kept)]
     assert len(results) == 3  # once forward each, and once more for the first
@@ -359,12 +380,29 @@ def test_linear_of_is_differentiable_twice_and_under_torch_func():
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
 
     def function(x):
-        return linear_of(linear, nn.functional.gelu, x, keep=False)
+        return linear_of(linear, nn.functional.gelu, x)
 
     assert torch.autograd.gradcheck(function, x)
     assert torch.autograd.gradgradcheck(function, x)
     expected = torch.autograd.grad(function(x).sum(), x)[0]
     torch.testing.assert_close(torch.func.grad(lambda x: function(x).sum())(x), expected)
+
+
+def test_activation_checkpointing_of_others_keeps_no_activations():
+    """What wraps a block from outside, as accelerate and FSDP do, must not be undone within it."""
+    model, alive = make(), []
+    for block in model.in_blocks:
+        block.mlp.fc1.register_forward_hook(lambda layer, args, output: alive.append(weakref.ref(output)))
+
+    def run(block, *inputs):
+        return torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
+
+    hidden = torch.randn(2, 5, 32, requires_grad=True)
+    output = run(model.in_blocks[0], hidden)
+    assert [kept() for kept in alive] == [None]
+    plain = model.in_blocks[0](hidden)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), hidden) for y in (output, plain))):
+        assert torch.equal(ours, theirs)
 
 
 def gradients_of(model, **inputs):
@@ -620,8 +658,13 @@ def test_ema(tmp_path):
     [
         ({"num_layers": 7}, r"num_layers=7 is odd, .* take 6 or 8$"),
         ({"num_layers": 0}, "num_layers must be .* at least 1, got 0"),
-        ({"sample_size": 9}, "images of 9 x 9 .* patch_size=2; the nearest that can: 8 x 8 and 10 x 10"),
-        ({"sample_size": (8, 11)}, "images of 8 x 11 .* the nearest that can: 8 x 10 and 8 x 12"),
+        ({"sample_size": 9}, "images of 9 x 9 .* patch_size=2; the nearest height that can: 8 or 10"),
+        ({"sample_size": 0}, r"sample_size must be a whole number of at least 1 or \(height, width\), got 0"),
+        ({"sample_size": (8,)}, r"sample_size must be .* got \(8,\)"),
+        ({"sample_size": 8.0}, "sample_size must be .* got 8.0"),
+        ({"mlp_ratio": -1}, "mlp_ratio must be a number that leaves the MLP a width of at least 1, got -1"),
+        ({"block_scale": float("nan")}, "block_scale must be a number or 'rezero', got nan"),
+        ({"sample_size": (8, 11)}, "images of 8 x 11 .* the nearest width that can: 10 or 12"),
         ({"num_attention_heads": 5}, "hidden_size=32 can not be divided among num_attention_heads=5"),
         ({"num_attention_heads": 0}, "num_attention_heads must be .* got 0"),
         ({"block_scale": "re-zero"}, "block_scale must be a number or 'rezero', got 're-zero'"),
@@ -636,8 +679,8 @@ def test_bad_configs(config, message):
 @pytest.mark.parametrize(
     ("config", "inputs", "message"),
     [
-        ({}, {"sample": images(height=9)}, "images of 9 x 8 .*: 8 x 8 and 10 x 8"),
-        ({}, {"sample": images(height=1)}, "images of 1 x 8 .*: 2 x 8$"),
+        ({}, {"sample": images(height=9)}, "images of 9 x 8 .*: 8 or 10"),
+        ({}, {"sample": images(height=1)}, "images of 1 x 8 .* height that can: 2$"),
         ({}, {"sample": images(channels=4)}, r"in_channels=3 says; got \(2, 4, 8, 8\)"),
         ({}, {"sample": images()[0]}, r"got \(3, 8, 8\)"),
         (
@@ -652,8 +695,8 @@ def test_bad_configs(config, message):
             r"in 0\.\.4 \(num_class_embeds\), got \[5\]",
         ),
         ({"num_class_embeds": 5}, {"class_labels": torch.tensor([-1, 7])}, r"got \[-1, 7\]"),
-        ({"num_class_embeds": 5}, {"class_labels": torch.tensor([1])}, r"must be 2 whole numbers, .* shape \(1,\)"),
-        ({"num_class_embeds": 5}, {"class_labels": torch.ones(2)}, "must be 2 whole numbers, .* got torch.float32"),
+        ({"num_class_embeds": 5}, {"class_labels": torch.tensor([1])}, r"must be 2 whole numbers .* shape \(1,\)"),
+        ({"num_class_embeds": 5}, {"class_labels": torch.ones(2)}, "must be 2 whole numbers .* got torch.float32"),
         ({}, {"class_labels": torch.tensor([1, 1])}, "class_labels must not be given: .* num_class_embeds=None"),
         (TEXT, {}, "encoder_hidden_states must be given: this model has cross_attention_dim=12"),
         (TEXT, {"encoder_hidden_states": torch.ones(2, 6, 12)}, r"context_length=5, .*=12\), got \(2, 6, 12\)"),
