@@ -26,18 +26,28 @@ if TYPE_CHECKING:
         set_skip_scaling_strength,
         skip_connections,
     )
+    from scalelong_diffusers.pipelines import (
+        ScaleLongClassConditionalPipeline,
+        ScaleLongTextToImagePipeline,
+        ScaleLongUnconditionalPipeline,
+        load_pipeline,
+    )
 
 __all__ = [
+    "ScaleLongClassConditionalPipeline",
     "ScaleLongI2VGenXLUNet",
+    "ScaleLongTextToImagePipeline",
     "ScaleLongUNet2DConditionModel",
     "ScaleLongUNet2DModel",
     "ScaleLongUNet3DConditionModel",
     "ScaleLongUNetMotionModel",
     "ScaleLongUNetSpatioTemporalConditionModel",
+    "ScaleLongUnconditionalPipeline",
     "SkipScalingConfig",
     "SkipScalingMixin",
     "__version__",
     "apply_skip_scaling",
+    "load_pipeline",
     "remove_skip_scaling",
     "set_skip_scaling_strength",
     "skip_connections",
@@ -48,6 +58,7 @@ _LAZY_MODULES = (
     "scalelong_diffusers.models.mixin",
     "scalelong_diffusers.patching",
     "scalelong_diffusers.models.unets",
+    "scalelong_diffusers.pipelines",
 )
 
 
