@@ -17,10 +17,11 @@ from diffusers import (
 from torch import nn
 
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
+from scalelong_diffusers.models.uvit import UViTModel
 
 
 # `from_pipe` takes over a component whose exact class stands in the signature of the new pipeline, so all stand here.
-Denoiser = UNet2DModel | UNet2DConditionModel | ScaleLongUNet2DModel | ScaleLongUNet2DConditionModel
+Denoiser = UNet2DModel | UNet2DConditionModel | ScaleLongUNet2DModel | ScaleLongUNet2DConditionModel | UViTModel
 Autoencoder = AutoencoderKL | AutoencoderTiny | AsymmetricAutoencoderKL | VQModel
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -64,7 +65,7 @@ def text_width(model: nn.Module) -> int:
 
 
 def predicts_variance(model: nn.Module) -> bool:
-    """Whether the output has the mean and the variance, as in improved DDPM."""
+    """Whether the output is the mean and the variance, as in improved DDPM."""
     return model.config.out_channels == 2 * model.config.in_channels
 
 
@@ -79,6 +80,8 @@ def _has_learned_variance(scheduler: SchedulerMixin) -> bool:
 
 def size_multiple(model: nn.Module) -> int:
     """Height and width of the model's samples are multiples of this."""
+    if isinstance(model, UViTModel):
+        return model.config.patch_size
     if isinstance(model, UNet2DConditionModel):
         return 1  # it interpolates where halving and doubling do not meet
     return 2 ** (len(model.config.block_out_channels) - 1)

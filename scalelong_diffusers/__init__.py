@@ -1,4 +1,4 @@
-"""Scale the long skip connections of diffusers' U-Nets, as in the paper ScaleLong (NeurIPS 2023)."""
+"""Scale the long skip connections of diffusers' U-Nets and of U-ViT, as in the paper ScaleLong (NeurIPS 2023)."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ScaleLongUNetMotionModel,
         ScaleLongUNetSpatioTemporalConditionModel,
     )
+    from scalelong_diffusers.models.uvit import UViTModel
     from scalelong_diffusers.patching import (
         apply_skip_scaling,
         remove_skip_scaling,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         ScaleLongUnconditionalPipeline,
         load_pipeline,
     )
+    from scalelong_diffusers.presets import model_from_preset
 
 __all__ = [
     "ScaleLongClassConditionalPipeline",
@@ -45,9 +47,11 @@ __all__ = [
     "ScaleLongUnconditionalPipeline",
     "SkipScalingConfig",
     "SkipScalingMixin",
+    "UViTModel",
     "__version__",
     "apply_skip_scaling",
     "load_pipeline",
+    "model_from_preset",
     "remove_skip_scaling",
     "set_skip_scaling_strength",
     "skip_connections",
@@ -58,6 +62,8 @@ _LAZY_MODULES = (
     "scalelong_diffusers.models.mixin",
     "scalelong_diffusers.patching",
     "scalelong_diffusers.models.unets",
+    "scalelong_diffusers.models.uvit",
+    "scalelong_diffusers.presets",
     "scalelong_diffusers.pipelines",
 )
 

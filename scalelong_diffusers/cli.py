@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments, skip_scaling_from_arguments
 from scalelong_diffusers.inspection import model_skeleton
+from scalelong_diffusers.models.conversion import (
+    UntoldByWeights,
+    convert_from_reference,
+    convert_to_reference,
+    is_model_folder,
+)
+from scalelong_diffusers.models.uvit import TIMESTEP_CONVENTIONS, UViTModel
 from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.presets import PRESETS, Preset, get_preset
 from scalelong_diffusers.scaling.factors import MEAN_NOISE_RATIO, UPPER_NOISE_RATIO, skip_energy, solve_kappa
 from scalelong_diffusers.version import __version__
 
@@ -27,6 +35,11 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"scalelong-diffusers {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
+    presets = commands.add_parser("presets", help="list the paper's experiments, or all that is known of one")
+    presets.add_argument("name", nargs="?", metavar="NAME", help="a preset")
+    presets.add_argument("--json", action="store_true", help="print JSON")
+    presets.set_defaults(run=_presets)
+
     inspect = commands.add_parser("inspect", help="list the long skips of a model and what happens to each")
     inspect.add_argument("model", help="a model or pipeline: a local folder or the id of one on the Hub")
     add_skip_scaling_arguments(inspect)
@@ -38,7 +51,51 @@ def _parser() -> ArgumentParser:
     kappa.add_argument("--target", type=float, metavar="S", help="solve S(kappa, N) for this one only")
     kappa.add_argument("--json", action="store_true", help="print JSON")
     kappa.set_defaults(run=_kappa)
+
+    convert = commands.add_parser(
+        "convert",
+        help="turn a .pth of U-ViT or ScaleLong into the folder of a UViTModel, or such a folder into a .pth",
+        description="The flags say what the weights of a .pth do not tell, and are for reading one alone.",
+    )
+    convert.add_argument("source", metavar="IN", help="a .pth, a training folder with nnet_ema.pth, or a UViTModel")
+    convert.add_argument("target", metavar="OUT", help="what is written; it must not be there yet")
+    convert.add_argument("--num_attention_heads", "--num-attention-heads", type=int, metavar="N")
+    convert.add_argument(
+        "--timesteps",
+        choices=TIMESTEP_CONVENTIONS,
+        help="what the network was shown: t * 999 with t in (0, 1] (continuous), or 1 .. 1000 (discrete)",
+    )
+    convert.add_argument(
+        "--context_length", "--context-length", type=int, metavar="N", help="text tokens, where there is text"
+    )
+    add_skip_scaling_arguments(convert)
+    convert.set_defaults(run=_convert)
     return parser
+
+
+def _presets(arguments: argparse.Namespace) -> int:
+    if arguments.name is not None:
+        preset = get_preset(arguments.name)
+        print(json.dumps(preset.to_dict()) if arguments.json else _preset_lines(preset))
+    elif arguments.json:
+        print(json.dumps([preset.to_dict() for preset in PRESETS.values()]))
+    else:
+        print(f"{'preset':<22}{'model':<31}{'parameters':>11}  {'N':>2}  data")
+        for preset in PRESETS.values():
+            model = preset.model_class.__name__
+            print(f"{preset.name:<22}{model:<31}{preset.parameters:>11,}  {preset.num_skips:>2}  {preset.data}")
+    return 0
+
+
+def _preset_lines(preset: Preset) -> str:
+    """One line for each field, and for each entry of those that are dicts."""
+    lines = []
+    for name, value in preset.to_dict().items():
+        if isinstance(value, dict):
+            lines += [f"{name}:", *(f"  {key}: {entry}" for key, entry in value.items())]
+        else:
+            lines.append(f"{name}: {'-' if value is None else f'{value:,}' if name == 'parameters' else value}")
+    return "\n".join(lines)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -69,6 +126,31 @@ def _kappa(arguments: argparse.Namespace) -> int:
     if any(energy < target - 1e-6 for (_, target), (_, energy) in zip(solved, table)):
         print(f"S can not be more than N = {n}, which kappa = 1 gives")
     return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    scaling = skip_scaling_from_arguments(arguments)
+    flags = {name: getattr(arguments, name) for name in ("num_attention_heads", "timesteps", "context_length")}
+    if is_model_folder(arguments.source):
+        if given := [name for name, value in {**flags, "skip_scaling": scaling}.items() if value is not None]:
+            raise ValueError(f"--{given[0]} is for reading a .pth, and {arguments.source} is the folder of a model")
+        model = convert_to_reference(arguments.source, arguments.target)
+        print(f"{arguments.target}: {_described(model)} (heads, timesteps and factors are not in the file)")
+        return 0
+    if arguments.skip_scaling in ("cs", "constant") and arguments.kappa is None:
+        raise ValueError(f"--skip_scaling {arguments.skip_scaling} needs the --kappa that the model was trained with")
+    model = convert_from_reference(arguments.source, arguments.target, UntoldByWeights(**flags, skip_scaling=scaling))
+    print(f"{arguments.target}: {_described(model)}")
+    return 0
+
+
+def _described(model: UViTModel) -> str:
+    config = model.config
+    return (
+        f"UViTModel of {sum(p.numel() for p in model.parameters()):,} parameters, {config.num_layers} + 1 blocks, "
+        f"{config.num_attention_heads} heads, shown (timestep + {config.timestep_offset:g}) * "
+        f"{config.timestep_scale:g}, {model.skip_scaler.config}"
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
-import scalelong_diffusers.models.unets  # noqa: F401  defines the classes that are looked up by name
+import scalelong_diffusers.models.unets
+import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that are looked up by name
 from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable, plain_class
 from scalelong_diffusers.scaling import SkipScalingConfig
 

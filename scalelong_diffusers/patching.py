@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from diffusers import DiffusionPipeline
 from torch import nn
 
-import scalelong_diffusers.models.unets  # noqa: F401  defines the classes that `scaled_class` finds
+import scalelong_diffusers.models.unets
+import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that `scaled_class` finds
 from scalelong_diffusers.models.long_skips import SKIP_LAYOUTS, running_scaler
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
@@ -55,7 +56,10 @@ def apply_skip_scaling(
 
 
 def remove_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
-    """Make the scaled models plain diffusers models again, in place, and return what was given."""
+    """
+    Make the scaled models plain diffusers models again, in place, and return what was given. A `UViTModel` is one
+    already, and stays one with the method `"none"`.
+    """
     models = _scaled_models(model_or_pipeline)
     for model in models:
         model._remove_skip_scaling()
@@ -121,8 +125,9 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
     at what a config claims. Of a pipeline it lists the model whose long skips can be scaled.
     """
     model = _scalable_models(model_or_pipeline)[0]
-    skips = skip_layout(type(model)).find(model)
-    scaler = running_scaler(model)
+    layout = skip_layout(type(model))
+    skips = layout.find(model)
+    scaler = running_scaler(model, layout)
     note = ""
     if scaler is None:
         scaler = SkipScaler(SkipScalingConfig("none"), [skip.width for skip in skips])

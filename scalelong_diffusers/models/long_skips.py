@@ -1,7 +1,7 @@
-"""Where diffusers' models keep their long skips: one table, and the hook that scales them on their way."""
+"""Where models keep their long skips: one table, and the hook that scales those of diffusers' on their way."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -20,6 +20,7 @@ class LongSkip:
     block: str  # the module that is handed the skip
     where: str  # the layer in front of which it is concatenated
     width: int
+    tokens: int | None = None  # of a transformer
 
 
 @dataclass(frozen=True)
@@ -28,21 +29,27 @@ class SkipLayout:
     What has to be known of a model class to scale its long skips.
 
     Args:
-        argument: how the model hands its skips to a block: the name of the keyword, or the place among the positional
-            arguments.
         find: lists the skips of a model, from i = 1.
+        argument: how the model hands its skips to a block: the name of the keyword, or the place among the positional
+            arguments. None if its own forward goes through its `skip_scaler`.
+        gate_dims: what a gate can work on, and which dimension of a skip that is; the paper's choice comes first.
     """
 
-    argument: str | int
     find: Callable[[nn.Module], list[LongSkip]]
+    argument: str | int | None = None
+    gate_dims: Mapping[str, int] = field(default_factory=lambda: {"channels": 1})
 
     def scaler_arguments(
         self, config: SkipScalingConfig, skips: list[LongSkip]
     ) -> tuple[SkipScalingConfig, list[int], int]:
         """What a `SkipScaler` needs for these skips: the resolved config, their widths, and the axis of a gate."""
-        if config.gate_axis == "tokens":
+        papers_axis = next(iter(self.gate_dims))
+        config = config.resolve(len(skips), gate_axis=papers_axis)
+        axis = config.gate_axis or papers_axis
+        if axis not in self.gate_dims:
             raise ValueError("gate_axis='tokens' is for a U-ViT; the gates of a U-Net work on 'channels'")
-        return config.resolve(len(skips), gate_axis="channels"), [skip.width for skip in skips], 1
+        widths = [skip.tokens if axis == "tokens" else skip.width for skip in skips]
+        return config, widths, self.gate_dims[axis]
 
 
 def up_block_skips(model: nn.Module) -> list[LongSkip]:
@@ -64,15 +71,26 @@ def up_block_skips(model: nn.Module) -> list[LongSkip]:
     return [LongSkip(i, *skip) for i, skip in enumerate(reversed(deepest_first), start=1)]
 
 
-# One row for each diffusers model that can be scaled. To support another one, add its row here and a class of two
+def out_block_skips(model: nn.Module) -> list[LongSkip]:
+    """The skips of a U-ViT, one for each block of its decoder."""
+    tokens, width = model.pos_embed.shape[1:]
+    outermost_first = reversed(range(len(model.out_blocks)))
+    return [
+        LongSkip(i, f"out_blocks.{b}", f"out_blocks.{b}.skip_proj", width, tokens)
+        for i, b in enumerate(outermost_first, start=1)
+    ]
+
+
+# One row for each model that can be scaled. To support another one of diffusers', add its row here and a class of two
 # lines beside the others in unets.py.
 SKIP_LAYOUTS = {
-    "UNet2DModel": SkipLayout(argument=1, find=up_block_skips),
-    "UNet2DConditionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
-    "UNet3DConditionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
-    "I2VGenXLUNet": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
-    "UNetMotionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
-    "UNetSpatioTemporalConditionModel": SkipLayout(argument="res_hidden_states_tuple", find=up_block_skips),
+    "UNet2DModel": SkipLayout(up_block_skips, argument=1),
+    "UNet2DConditionModel": SkipLayout(up_block_skips, argument="res_hidden_states_tuple"),
+    "UNet3DConditionModel": SkipLayout(up_block_skips, argument="res_hidden_states_tuple"),
+    "I2VGenXLUNet": SkipLayout(up_block_skips, argument="res_hidden_states_tuple"),
+    "UNetMotionModel": SkipLayout(up_block_skips, argument="res_hidden_states_tuple"),
+    "UNetSpatioTemporalConditionModel": SkipLayout(up_block_skips, argument="res_hidden_states_tuple"),
+    "UViTModel": SkipLayout(out_block_skips, gate_dims={"tokens": 1, "channels": 2}),
 }
 
 
@@ -141,7 +159,9 @@ def remove_skip_hooks(model: nn.Module):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def running_scaler(model: nn.Module) -> SkipScaler | None:
+def running_scaler(model: nn.Module, layout: SkipLayout) -> SkipScaler | None:
     """The scaler that the model's forward really goes through, whatever its config says."""
+    if layout.argument is None:
+        return model.skip_scaler
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return next((hook.scaler for hook in hooks if isinstance(hook, SkipHook)), None)

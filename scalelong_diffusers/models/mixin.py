@@ -1,4 +1,4 @@
-"""`SkipScalingMixin` turns a diffusers U-Net into one whose long skips are scaled, and keeps it a diffusers model."""
+"""`SkipScalingMixin` turns a diffusers model into one whose long skips are scaled, and keeps it a diffusers model."""
 
 import functools
 import inspect
@@ -22,7 +22,8 @@ class SkipScalingMixin:
     ```
 
     The class then takes `skip_scaling` (a [`SkipScalingConfig`], its fields as a dict, or the name of a method), keeps
-    it in its config, and is equal to the plain class where it is `"none"`, the default.
+    it in its config, and is equal to the plain class where it is `"none"`, the default. A model with an `__init__` of
+    its own takes `skip_scaling` there, and its forward goes through its `skip_scaler`.
     """
 
     def __init_subclass__(cls, **kwargs):
@@ -49,7 +50,22 @@ class SkipScalingMixin:
         output_loading_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
         _check_loaded_gates(model.skip_scaler, info, pretrained_model_name_or_path)
+        _check_nothing_is_missing(model, info, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides):
+        """
+        The model of one of the paper's experiments, freshly initialised; `overrides` go before the preset's config.
+        `scalelong presets` lists them.
+        """
+        from scalelong_diffusers.presets import get_preset  # presets stand on the models
+
+        preset = get_preset(name)
+        if not issubclass(cls, preset.model_class):
+            right = preset.model_class.__name__
+            raise ValueError(f"preset {name!r} is no {cls.__name__}: use {right}.from_preset({name!r})")
+        return cls.from_config(preset.config, **overrides)
 
     def _install_skip_scaling(self, scaler: SkipScaler):
         """Give this model its scaler and the hooks that go through it."""
@@ -79,6 +95,8 @@ class SkipScalingMixin:
     def _record_skip_scaling(self):
         """Write the scaling into the config, which is what saving and loading go by."""
         config = {**self.config, "skip_scaling": self.skip_scaler.config.to_dict()}
+        if "_use_default_values" in config:  # diffusers leaves out what is named there when it builds from a config
+            config["_use_default_values"] = [name for name in config["_use_default_values"] if name != "skip_scaling"]
         self.register_to_config(**_with_class_name(config, self))
 
 
@@ -145,4 +163,15 @@ def _check_loaded_gates(scaler: SkipScaler, loading_info: dict[str, Any], source
         raise ValueError(
             f"{source} lacks {len(missing)} of the {expected} gate weights of {scaler.config}, such as {missing[0]}"
             f"{instead}; load it with the skip_scaling that it was saved with"
+        )
+
+
+def _check_nothing_is_missing(model, loading_info: dict[str, Any], source: Any):
+    """diffusers warns of weights that a checkpoint lacks, and leaves them without memory: the model can not run."""
+    weights = model.state_dict()
+    missing = sorted(key for key in loading_info.get("missing_keys", ()) if key in weights and weights[key].is_meta)
+    if missing:
+        raise ValueError(
+            f"{source} lacks {len(missing)} weights of this {type(model).__name__}, such as {missing[0]}; it was "
+            "saved from a model with another config"
         )
