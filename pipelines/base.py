@@ -10,7 +10,6 @@ import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
-
 from scalelong_diffusers.pipelines.fitting import (
     Autoencoder,
     Denoiser,
@@ -18,12 +17,14 @@ from scalelong_diffusers.pipelines.fitting import (
     check_scheduler,
     check_size,
     conditions_of,
-    predicts_variance,
     size_multiple,
     takes_text,
     takes_variance,
     vae_factor,
 )
+from scalelong_diffusers.pipelines.source import check_components, damage_as_sentence
+
+from scalelong_diffusers.hub import HubMixin
 
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -32,7 +33,7 @@ Generators = torch.Generator | list[torch.Generator] | None
 Callback = Callable[[DiffusionPipeline, int, torch.Tensor, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-class SamplingPipeline(DiffusionPipeline):
+class SamplingPipeline(HubMixin, DiffusionPipeline):
     """
     Base of our pipelines. What a subclass adds is its condition: one tensor, which the model is given at every step.
 
@@ -64,15 +65,25 @@ class SamplingPipeline(DiffusionPipeline):
         self._check_unet(unet)
         check_scheduler(scheduler, bare_model(unet))
         if latent_scale is not None and not (isinstance(latent_scale, numbers.Real) and latent_scale > 0):
-            raise ValueError(f"latent_scale must be a number above 0, or None for that of the vae; got {latent_scale!r}")
+            raise ValueError(
+                f"latent_scale must be a number above 0, or None for that of the vae; got {latent_scale!r}"
+            )
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, **others)
         self.register_to_config(latent_scale=latent_scale)
         self.image_processor = VaeImageProcessor()
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        check_components(cls, pretrained_model_name_or_path, kwargs)
+        with damage_as_sentence(pretrained_model_name_or_path):
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
     def _check_unet(self, unet: Denoiser):
         name = type(self).__name__
         if not isinstance(bare_model(unet), Denoiser):
-            raise TypeError(f"{name} needs a U-Net of diffusers or a model of scalelong_diffusers as unet, got {unet!r}")
+            raise TypeError(
+                f"{name} needs a U-Net of diffusers or a model of scalelong_diffusers as unet, got {unet!r}"
+            )
         conditions = conditions_of(bare_model(unet))
         if set(conditions) != {self._condition_argument} - {None}:
             needs = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
@@ -232,7 +243,10 @@ class SamplingPipeline(DiffusionPipeline):
 
     def _set_guidance(self, guidance_scale: float, guidance_rescale: float):
         """Guidance as in diffusers: above 1 it is on, and 1 is off."""
-        for name, value, high in (("guidance_scale", guidance_scale, math.inf), ("guidance_rescale", guidance_rescale, 1)):
+        for name, value, high in (
+            ("guidance_scale", guidance_scale, math.inf),
+            ("guidance_rescale", guidance_rescale, 1),
+        ):
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or not 0 <= value <= high:
                 accepted = "of at least 0 (1 is no guidance)" if high == math.inf else "in [0, 1]"

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
-
-from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
 from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, bare_model, check_size
+
+from scalelong_diffusers.messages import near_miss
 
 
 class ScaleLongClassConditionalPipeline(SamplingPipeline):
@@ -81,7 +81,9 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
 
     def _class_of_name(self, name: str) -> int:
         if self.config.class_names is None:
-            raise ValueError(f"class {name!r} was given by name, but this pipeline has no class_names; give its number")
+            raise ValueError(
+                f"class {name!r} was given by name, but this pipeline has no class_names; give its number"
+            )
         ids = [int(i) for i, known in self.config.class_names.items() if known == name]
         if not ids:
             known = list(self.config.class_names.values())
@@ -146,8 +148,8 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
     def _with_null_class(self, labels: torch.Tensor) -> torch.Tensor:
         if self.config.null_class is None:
             raise ValueError(
-                f"guidance_scale={self.guidance_scale} needs a null class, and this pipeline has none: take 1, or make "
-                "the pipeline with null_class if the model was trained with one"
+                f"guidance_scale={self.guidance_scale} needs a null class, and this pipeline has none: take 1, or make"
+                " the pipeline with null_class, if the model has learned one"
             )
         return torch.cat([torch.full_like(labels, self.config.null_class), labels])
 

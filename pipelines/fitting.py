@@ -24,13 +24,14 @@ from scalelong_diffusers.models.uvit import UViTModel
 Denoiser = UNet2DModel | UNet2DConditionModel | ScaleLongUNet2DModel | ScaleLongUNet2DConditionModel | UViTModel
 Autoencoder = AutoencoderKL | AutoencoderTiny | AsymmetricAutoencoderKL | VQModel
 
+
 def bare_model(model: nn.Module) -> nn.Module:
     """The model inside what `torch.compile` or DDP have wrapped around it."""
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def conditions_of(model: nn.Module) -> dict[str, str]:
-    """The arguments that the model's forward needs beside sample and timestep, each with what in the config says so."""
+    """What the model's forward needs beside sample and timestep, each with what in the config says so."""
     config = model.config
     needed = {
         "class_labels": "num_class_embeds",

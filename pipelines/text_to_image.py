@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
-from transformers import CLIPTextModel, CLIPTokenizer
-
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
 from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, bare_model, check_size, text_width
+from transformers import CLIPTextModel, CLIPTokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,9 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
     def _encode(self, prompts: list[str]) -> torch.Tensor:
         for component in ("text_encoder", "tokenizer"):
             if getattr(self, component) is None:
-                raise ValueError(f"a prompt needs the component {component}, which this pipeline lacks; give prompt_embeds")
+                raise ValueError(
+                    f"a prompt needs the component {component}, which this pipeline lacks; give prompt_embeds"
+                )
         limit = self._max_tokens()
         self._warn_of_what_is_cut(prompts, limit)
         # Padded to the full length, also where a model takes less, since that is how such models are trained.
@@ -166,7 +167,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         return min(limits if context_length is None else [*limits, context_length])
 
     def _warn_of_what_is_cut(self, prompts: list[str], limit: int):
-        for prompt, ids in zip(prompts, self.tokenizer(prompts).input_ids):
+        for ids in self.tokenizer(prompts).input_ids:
             if len(ids) > limit:
                 # The last token says that the text ends, and is kept.
                 cut = self.tokenizer.decode(ids[limit - 1 : -1])

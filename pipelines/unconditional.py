@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
-
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
 from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, check_size
 

@@ -11,6 +11,7 @@ from scalelong_diffusers.version import __version__
 
 
 if TYPE_CHECKING:
+    from scalelong_diffusers.model_card import CardFacts
     from scalelong_diffusers.models.mixin import SkipScalingMixin
     from scalelong_diffusers.models.unets import (
         ScaleLongI2VGenXLUNet,
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
         load_pipeline,
     )
     from scalelong_diffusers.presets import model_from_preset
+    from scalelong_diffusers.sharing import push_to_hub
 
 __all__ = [
+    "CardFacts",
     "ScaleLongClassConditionalPipeline",
     "ScaleLongI2VGenXLUNet",
     "ScaleLongTextToImagePipeline",
@@ -52,6 +55,7 @@ __all__ = [
     "apply_skip_scaling",
     "load_pipeline",
     "model_from_preset",
+    "push_to_hub",
     "remove_skip_scaling",
     "set_skip_scaling_strength",
     "skip_connections",
@@ -64,6 +68,8 @@ _LAZY_MODULES = (
     "scalelong_diffusers.models.unets",
     "scalelong_diffusers.models.uvit",
     "scalelong_diffusers.presets",
+    "scalelong_diffusers.sharing",
+    "scalelong_diffusers.model_card",
     "scalelong_diffusers.pipelines",
 )
 

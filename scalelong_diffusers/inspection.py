@@ -1,17 +1,14 @@
 """A model without its weights, from its config alone, so that it can be looked at in seconds."""
 
-import json
-import os
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that are looked up by name
+from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable, plain_class
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -35,10 +32,10 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
 
 def _load_model_config(source: str) -> dict[str, Any]:
     """`config.json` of a model, or of the component of a pipeline that can be scaled."""
-    config = _read_json(source, ModelMixin.config_name)
+    config = read_json(source, ModelMixin.config_name)
     if config is not None:
         return config
-    index = _read_json(source, DiffusionPipeline.config_name)
+    index = read_json(source, DiffusionPipeline.config_name)
     if index is None:
         raise ValueError(
             f"{source} is neither a model nor a pipeline: it has no {ModelMixin.config_name} and no "
@@ -47,35 +44,11 @@ def _load_model_config(source: str) -> dict[str, Any]:
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[1]}
     for name, class_name in components.items():
         if _scalable_class(class_name):
-            config = _read_json(source, f"{name}/{ModelMixin.config_name}")
+            config = read_json(source, f"{name}/{ModelMixin.config_name}")
             if config is None:
                 raise ValueError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline names")
             return config
     raise ValueError(f"{source}: none of its components ({', '.join(components.values())}) has long skips to scale")
-
-
-def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """A file of a local folder or of a repository on the Hub; None where there is no such file in it."""
-    if os.path.isdir(source):
-        path = os.path.join(source, name)
-    else:
-        try:
-            path = hf_hub_download(source, name)
-        except LocalEntryNotFoundError as error:
-            raise ValueError(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
-        except EntryNotFoundError:
-            return None
-        except (HFValidationError, HfHubHTTPError) as error:
-            raise ValueError(
-                f"{source} is neither a local folder nor a repository on the Hub that you may read"
-            ) from error
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def _scalable_class(name: str) -> type | None:

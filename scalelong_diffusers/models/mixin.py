@@ -7,12 +7,13 @@ from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
 
+from scalelong_diffusers.hub import HubMixin
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.models.long_skips import SKIP_LAYOUTS, SkipLayout, add_skip_hooks, remove_skip_hooks
 from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
 
 
-class SkipScalingMixin:
+class SkipScalingMixin(HubMixin):
     """
     Put it in front of a diffusers model that has a row in `SKIP_LAYOUTS`:
 
