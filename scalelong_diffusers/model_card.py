@@ -1,5 +1,6 @@
 """The model card: what is known of a model, written anew at each push between two marks; the rest is the owner's."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,12 +74,16 @@ def make_card(
     repo_id: str,
     facts: CardFacts,
     previous: str | None = None,
-    revision: str | None = None,
+    load_options: Mapping[str, Any] | None = None,
 ) -> ModelCard:
-    """The card of a model or pipeline; of the previous one, all that was not written by this function is kept."""
+    """
+    The card of a model or pipeline; of the previous one, all that was not written by this function is kept.
+
+    `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
+    """
     card = ModelCard(previous or "---\n{}\n---\n")
     _complete_metadata(card.data, _condition_of(model_or_pipeline), facts)
-    generated = "\n".join([START, *_sections(model_or_pipeline, repo_id, facts, revision), END])
+    generated = "\n".join([START, *_sections(model_or_pipeline, repo_id, facts, load_options or {}), END])
     marked = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
     if marked.search(card.text):
         card.text = marked.sub(lambda _: generated, card.text, count=1)
@@ -112,7 +117,7 @@ def _sections(
     model_or_pipeline: ModelMixin | DiffusionPipeline,
     repo_id: str,
     facts: CardFacts,
-    revision: str | None,
+    load_options: Mapping[str, Any],
 ) -> list[str]:
     lines = [f"# {repo_id.split('/')[-1]}", ""]
     if facts.samples is not None:
@@ -122,7 +127,7 @@ def _sections(
         "`pip install scalelong-diffusers`",
         "",
         "```python",
-        *_snippet(model_or_pipeline, repo_id, revision),
+        *_snippet(model_or_pipeline, repo_id, load_options),
         "```",
         "",
         "## Skip scaling",
@@ -136,9 +141,11 @@ def _sections(
     return lines
 
 
-def _snippet(model_or_pipeline: ModelMixin | DiffusionPipeline, repo_id: str, revision: str | None) -> list[str]:
+def _snippet(
+    model_or_pipeline: ModelMixin | DiffusionPipeline, repo_id: str, load_options: Mapping[str, Any]
+) -> list[str]:
     name = type(model_or_pipeline).__name__
-    source = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
+    source = ", ".join([json.dumps(repo_id), *(f"{key}={value!r}" for key, value in load_options.items())])
     is_ours = type(model_or_pipeline).__module__.split(".")[0] == "scalelong_diffusers"
     imports = (
         [f"from scalelong_diffusers import {name}"]

@@ -67,7 +67,7 @@ def push_to_hub(
         if loader_files:
             add_loader_files(folder)
         if subfolder is None:
-            write_model_card(model_or_pipeline, folder, repo_id, card, token, revision)
+            write_model_card(model_or_pipeline, folder, repo_id, card, token, revision, loader_files)
         return str(
             api.upload_folder(
                 repo_id=repo_id,
@@ -87,6 +87,7 @@ def write_model_card(
     facts: CardFacts | None = None,
     token: str | None = None,
     revision: str | None = None,
+    loader_files: bool = False,
 ):
     """Write the card, and the picture of samples, into a folder that is about to be uploaded."""
     facts = facts or CardFacts()
@@ -94,7 +95,8 @@ def write_model_card(
     if facts.samples is not None:
         facts.samples.save(os.path.join(folder, SAMPLES))
     text = None if previous is None else Path(previous).read_text(encoding="utf-8")
-    card = make_card(model_or_pipeline, repo_id, facts, text, revision)
+    load_options = ({"revision": revision} if revision else {}) | ({"trust_remote_code": True} if loader_files else {})
+    card = make_card(model_or_pipeline, repo_id, facts, text, load_options)
     card.save(os.path.join(folder, "README.md"))
 
 
