@@ -44,7 +44,7 @@ def _sample(arguments: argparse.Namespace) -> int:
     settings = SampleSettings(**{name: value for name, value in vars(arguments).items() if name in names})
     dtype = getattr(torch, arguments.dtype)
     pipe = load_pipeline(arguments.model, revision=arguments.revision, dtype=dtype)
-    pipe.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    pipe.to(_device(arguments.device))
     try:
         made = sample_to_folder(pipe, settings, arguments.out, arguments.n, arguments.batch_size)
     except KeyboardInterrupt:
@@ -52,3 +52,14 @@ def _sample(arguments: argparse.Namespace) -> int:
         return 130
     print(f"{arguments.out}: {arguments.n} images, {made} of them new, and a grid of them")
     return 0
+
+
+def _device(name: str | None):
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} can not be used: {str(error).splitlines()[0]}") from error

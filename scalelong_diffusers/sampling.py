@@ -41,7 +41,7 @@ GRID_IMAGES = 64
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """All that an image depends on beside its number. It is kept beside the images, and resuming with other is refused."""
+    """All that an image depends on beside its number. It is kept with the images; to go on with another is refused."""
 
     model: str
     revision: str | None = None
@@ -76,10 +76,8 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
             for k, image in zip(batch, images):
                 _save(image, _image_file(folder, k))
     columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
-    _save(
-        _grid([PIL.Image.open(_image_file(folder, k)) for k in range(min(n, GRID_IMAGES))], columns),
-        folder / GRID_FILE,
-    )
+    shown = [PIL.Image.open(_image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
+    _save(_grid(shown, columns), folder / GRID_FILE)
     return len(missing)
 
 
@@ -96,9 +94,7 @@ def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
     class_name, changes = SCHEDULERS[name]
     scheduler_class = getattr(diffusers, class_name)
     if scheduler_class is not type(current) and scheduler_class not in current.compatibles:
-        raise ValueError(
-            f"scheduler {name!r} ({class_name}) can not take over from the model's {type(current).__name__}"
-        )
+        raise ValueError(f"scheduler {name!r} can not take over from the model's own {type(current).__name__}")
     return scheduler_class.from_config(current.config, **changes)
 
 
@@ -130,8 +126,10 @@ def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> dict[str, A
 def _make(
     pipe: SamplingPipeline, settings: SampleSettings, conditions: dict[str, Any], batch: list[int], bar: tqdm
 ) -> list[PIL.Image.Image]:
+    before = bar.n
+
     def advance(pipe, step, timestep, tensors):
-        bar.update(len(batch) / pipe.num_timesteps)
+        bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
         return tensors
 
     values = conditions["values"]
