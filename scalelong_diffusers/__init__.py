@@ -63,13 +63,12 @@ __all__ = [
 
 # Imported when they are first asked for: not every user of a U-Net is to pay for all of diffusers' others.
 _LAZY_MODULES = (
-    "scalelong_diffusers.models.mixin",
-    "scalelong_diffusers.patching",
     "scalelong_diffusers.models.unets",
     "scalelong_diffusers.models.uvit",
+    "scalelong_diffusers.patching",
     "scalelong_diffusers.presets",
-    "scalelong_diffusers.sharing",
     "scalelong_diffusers.model_card",
+    "scalelong_diffusers.sharing",
     "scalelong_diffusers.pipelines",
 )
 

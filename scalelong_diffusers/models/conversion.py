@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import re
+import struct
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -51,6 +52,19 @@ _TELLING = {
     "se.0.layer1.weight": (2, False),
 }
 _GATE_LAYERS = {"fc1": "layer1", "fc2": "layer2"}
+
+
+# What torch's restricted unpickler lets through when it meets bytes that make no sense.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    struct.error,
+    AssertionError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ def load_reference(source: str) -> StateDict:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)  # it is refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except _DAMAGE as error:
         raise ValueError(
             f"{path} is not a file of tensors alone, and whatever else a pickle asks for is refused, since it can run "
             "code; a state dict that torch.save wrote is accepted"
@@ -144,7 +158,8 @@ def to_reference(state: StateDict, num_skips: int) -> StateDict:
             continue
         parts, name, dim = joined_with[part]
         stem = key.removesuffix(part)
-        result.setdefault(stem + name, torch.cat([state[stem + other] for other in parts], dim))
+        if stem + name not in result:
+            result[stem + name] = torch.cat([state[stem + other] for other in parts], dim)
     return result
 
 
@@ -178,7 +193,7 @@ def _architecture(state: StateDict, untold: UntoldByWeights, source: str) -> dic
     for key, (ndim, is_essential) in _TELLING.items():
         if (key not in state and is_essential) or (key in state and state[key].ndim != ndim):
             what = f"a {state[key].ndim}-D" if key in state else "no"
-            some = ", ".join(list(state)[:3])
+            some = ", ".join(map(str, list(state)[:3]))
             raise ValueError(f"{source} is no U-ViT: it has {what} {key} among {len(state)} tensors ({some}, ...)")
     hidden_size, in_channels, patch_size, _ = state["patch_embed.proj.weight"].shape
     text = state.get("context_embed.weight")
@@ -259,8 +274,10 @@ def _check_fits(given: StateDict, expected: StateDict, source: str, what: str):
 def _load_as_saved(folder: str) -> UViTModel:
     """The model of a folder in the dtypes of its file, where `from_pretrained` would give it one for all weights."""
     config = UViTModel.load_config(folder)
-    if config["_class_name"] != UViTModel.__name__:
-        raise ValueError(f"{folder} is a {config['_class_name']}, and only a {UViTModel.__name__} can be converted")
+    if config.get("_class_name") != UViTModel.__name__:
+        raise ValueError(
+            f"{folder} is of the class {config.get('_class_name')}, and only a {UViTModel.__name__} can be converted"
+        )
     index = os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME)
     files = {SAFETENSORS_WEIGHTS_NAME}
     if os.path.isfile(index):

@@ -33,6 +33,11 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
     U-ViT: a transformer on image patches whose decoder blocks take the output of the encoder block opposite to them.
     Time, class and text are tokens beside the patches.
 
+    ```python
+    model = UViTModel.from_preset("cifar10-uvit-s-2", skip_scaling={"method": "cs", "kappa": 0.9})
+    noise = model(noisy_images, timesteps).sample
+    ```
+
     Args:
         sample_size: height and width of the images, or one number for both. Others are taken too, with the position
             embeddings interpolated.

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from accelerate import cpu_offload
-from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model
@@ -160,7 +160,6 @@ def test_stands_in_a_stock_pipeline(tmp_path):
             sample = scheduler.step(model(sample, t).sample, t, sample, generator=generator).prev_sample
     expected = (sample / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
     assert abs(result - expected).max() < 1e-5
-    assert DDIMScheduler.from_config(scheduler.config).config.num_train_timesteps == 1000
 
 
 # --- Weights

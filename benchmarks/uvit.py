@@ -1,0 +1,280 @@
+"""
+`UViTModel` against a straightforward implementation with the same weights, side by side in one run.
+
+    python benchmarks/uvit.py [--rounds 12] [--compile] [--json]
+
+The straightforward one concatenates hidden state and skip, multiplies the skip by its factor and applies one linear
+layer; its attention is torch's, in the dtype of autocast and, on a line of its own, in float32. A speed is
+straightforward / ours, with its 95 % interval, so above 1 is faster; memory is ours / straightforward, the peak of what
+a step allocates as counted by torch's allocator.
+"""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from measure import machine, paired_ratio, paired_times, peak_allocated
+from torch import nn
+
+from scalelong_diffusers import UViTModel, apply_skip_scaling
+from scalelong_diffusers.models.conversion import to_reference
+
+
+BATCH = 8
+MODELS = {"S/2": "cifar10-uvit-s-2", "S/2 Deep": "mscoco-uvit-s-2-deep"}
+METHODS = {"cs": "cs", "ls": "ls", "ls per skip": {"method": "ls", "shared": False}}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+class StraightforwardAttention(nn.Module):
+    def __init__(self, width: int, heads: int, attention_in_fp32: bool):
+        super().__init__()
+        self.heads = heads
+        self.attention_in_fp32 = attention_in_fp32
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.attention_in_fp32:
+            with torch.autocast(x.device.type, enabled=False):
+                x = F.scaled_dot_product_attention(*qkv.float())
+        else:
+            x = F.scaled_dot_product_attention(*qkv)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class StraightforwardMLP(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class StraightforwardBlock(nn.Module):
+    def __init__(self, width: int, heads: int, has_skip: bool, attention_in_fp32: bool):
+        super().__init__()
+        self.skip_linear = nn.Linear(2 * width, width) if has_skip else None
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = StraightforwardAttention(width, heads, attention_in_fp32)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = StraightforwardMLP(width)
+
+    def take_in(self, x: torch.Tensor, skip: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        if not isinstance(factor, float) or factor != 1.0:
+            skip = skip * factor
+        return self.skip_linear(torch.cat([x, skip], dim=-1))
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None, factor: float | torch.Tensor = 1.0):
+        if skip is not None:
+            x = self.take_in(x, skip, factor)
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class StraightforwardUViT(nn.Module):
+    """The blocks are written anew; what is no block (embeddings, gates, output) is taken from our model."""
+
+    def __init__(self, ours: UViTModel, attention_in_fp32: bool):
+        super().__init__()
+        config = ours.config
+        self.ours = ours
+        half = config.num_layers // 2
+
+        def blocks(n: int, has_skip: bool) -> nn.ModuleList:
+            block = (config.hidden_size, config.num_attention_heads, has_skip, attention_in_fp32)
+            return nn.ModuleList(StraightforwardBlock(*block) for _ in range(n))
+
+        self.in_blocks, self.mid_block, self.out_blocks = blocks(half, False), blocks(1, False)[0], blocks(half, True)
+        weights = to_reference(ours.state_dict(), half)
+        own = {key for key in self.state_dict() if not key.startswith("ours.")}
+        self.load_state_dict({key: weights[key] for key in own}, strict=False)
+        for name in ("in_blocks", "mid_block", "out_blocks"):  # ours are not to be trained or counted along
+            setattr(ours, name, None)
+
+    def forward(self, sample, timestep, encoder_hidden_states=None):
+        ours = self.ours
+        grid = tuple(size // ours.config.patch_size for size in sample.shape[2:])
+        x = ours._embed(sample, timestep, encoder_hidden_states, None) + ours._positions(grid)
+        skips = []
+        for block in self.in_blocks:
+            x = block(x)
+            skips.append(x)
+        x = self.mid_block(x)
+        for block in self.out_blocks:
+            i, skip = len(skips), skips.pop()
+            x = block(x, skip, ours.skip_scaler.factor(skip, i))
+        return ours.conv_out(ours._assemble(ours.proj_out(ours.norm(x[:, ours.num_extra_tokens :])), grid))
+
+
+def build(preset: str, scaling="none") -> UViTModel:
+    torch.manual_seed(0)
+    return apply_skip_scaling(UViTModel.from_preset(preset), scaling)
+
+
+def inputs_of(model: UViTModel) -> dict[str, torch.Tensor]:
+    config = model.config
+    size = config.sample_size
+    inputs = {"sample": torch.randn(BATCH, config.in_channels, size, size), "timestep": torch.rand(BATCH) * 999}
+    if config.cross_attention_dim:
+        inputs["encoder_hidden_states"] = torch.randn(BATCH, config.context_length, config.cross_attention_dim)
+    return inputs
+
+
+def autocast(dtype: torch.dtype | None):
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def forward_step(model: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
+    def step():
+        with torch.no_grad(), autocast(dtype):
+            model(**inputs)
+
+    return step
+
+
+def training_step(model: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
+    noise = torch.randn_like(inputs["sample"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def step():
+        with autocast(dtype):
+            output = model(**inputs)
+            loss = F.mse_loss((output if isinstance(output, torch.Tensor) else output.sample).float(), noise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+STEPS = {"forward": forward_step, "training": training_step}
+
+
+def speeds(steps: dict[str, Callable[[], None]], rounds: int, reference: str) -> dict[str, dict[str, float]]:
+    """How many times as fast `reference` is as each of the others."""
+    times = paired_times(steps, rounds)
+    return {name: paired_ratio(times[name], times[reference]) for name in steps if name != reference}
+
+
+def whole_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
+    rows = []
+    for dtype_name, dtype in DTYPES.items():
+        models = {
+            "ours": build(preset),
+            "straightforward": StraightforwardUViT(build(preset), attention_in_fp32=False),
+            "straightforward, attention in fp32": StraightforwardUViT(build(preset), attention_in_fp32=True),
+        }
+        inputs = inputs_of(models["ours"])
+        check_equal(models, inputs)
+        runnable = {name: torch.compile(model) if compiled else model for name, model in models.items()}
+        for step_name, make_step in STEPS.items():
+            steps = {name: make_step(model, inputs, dtype) for name, model in runnable.items()}
+            peaks = {name: peak_allocated(step) for name, step in steps.items()}
+            for name, speed in speeds(steps, rounds, "ours").items():
+                row = {"dtype": dtype_name, "step": step_name, "against": name, "speed": speed}
+                rows.append(row | {"memory": peaks["ours"] / peaks[name], "ours_mib": peaks["ours"] / 2**20})
+    return rows
+
+
+def check_equal(models: dict[str, nn.Module], inputs: dict[str, torch.Tensor]):
+    with torch.no_grad():
+        outputs = [model(**inputs) for model in models.values()]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0].sample, rtol=1e-4, atol=1e-4)
+
+
+def scaled_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
+    """CS and LS against the plain model, all of them ours."""
+    rows = []
+    for dtype_name, dtype in DTYPES.items():
+        models = {"plain": build(preset)} | {name: build(preset, entry) for name, entry in METHODS.items()}
+        inputs = inputs_of(models["plain"])
+        runnable = {name: torch.compile(model) if compiled else model for name, model in models.items()}
+        for step_name, make_step in STEPS.items():
+            steps = {name: make_step(model, inputs, dtype) for name, model in runnable.items()}
+            peaks = {name: peak_allocated(step) for name, step in steps.items()}
+            times = paired_times(steps, rounds)
+            for name in METHODS:
+                row = {"dtype": dtype_name, "step": step_name, "method": name}
+                row["time"] = paired_ratio(times[name], times["plain"])
+                rows.append(row | {"memory": peaks[name] / peaks["plain"]})
+    return rows
+
+
+def parts(rounds: int) -> list[dict]:
+    """Forward and backward of a decoder block's parts, at the shape of S/2."""
+    rows = []
+    tokens = 257
+    for scaling in ("none", "cs", "ls"):
+        model = build(MODELS["S/2"], scaling)
+        ours = model.out_blocks[0]
+        theirs = StraightforwardUViT(build(MODELS["S/2"], scaling), attention_in_fp32=False).out_blocks[0]
+        hidden, skip = (torch.randn(BATCH, tokens, 512, requires_grad=True) for _ in range(2))
+        n = len(model.out_blocks)
+        pairs = {
+            f"skip path, {scaling}": (
+                lambda: ours._take_in(hidden, skip, model.skip_scaler.factor(skip, n)),
+                lambda: theirs.take_in(hidden, skip, model.skip_scaler.factor(skip, n)),
+            )
+        }
+        if scaling == "none":
+            pairs["attention"] = (lambda: ours.attn(hidden, None), lambda: theirs.attn(hidden))
+            pairs["MLP"] = (lambda: ours.mlp(hidden), lambda: theirs.mlp(hidden))
+        for part, (our_part, their_part) in pairs.items():
+            for dtype_name, dtype in DTYPES.items():
+                steps = {"ours": there_and_back(our_part, dtype), "straightforward": there_and_back(their_part, dtype)}
+                speed = speeds(steps, 4 * rounds, "ours")["straightforward"]
+                peaks = {name: peak_allocated(step) for name, step in steps.items()}
+                memory = peaks["ours"] / peaks["straightforward"]
+                rows.append({"part": part, "dtype": dtype_name, "speed": speed, "memory": memory})
+    return rows
+
+
+def there_and_back(function: Callable[[], torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
+    gradient = torch.randn_like(function())
+
+    def step():
+        with autocast(dtype):
+            result = function()
+        result.float().backward(gradient)
+
+    return step
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
+    parser.add_argument("--only", choices=["models", "scaling", "parts"])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    results = {}
+    for name, preset in MODELS.items():
+        if arguments.only in (None, "models"):
+            results[f"{name} against straightforward"] = whole_models(preset, arguments.rounds, arguments.compile)
+        if arguments.only in (None, "scaling"):
+            results[f"{name}, scaled against plain"] = scaled_models(preset, arguments.rounds, arguments.compile)
+    if arguments.only in (None, "parts"):
+        results["parts of a decoder block"] = parts(arguments.rounds)
+    if arguments.json:
+        print(json.dumps({"machine": machine(), "batch": BATCH, "compiled": arguments.compile, "results": results}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine().items()) + f", batch {BATCH}")
+    for title, rows in results.items():
+        print(f"\n{title}{', compiled' if arguments.compile else ''}")
+        for row in rows:
+            kind = "speed" if "speed" in row else "time"
+            labels = "  ".join(f"{value:<9}" for value in row.values() if isinstance(value, str))
+            figures = "{kind} {ratio:.3f} [{low:.3f}, {high:.3f}]".format(kind=kind, **row[kind])
+            print(f"  {labels}  {figures}  memory {row['memory']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
