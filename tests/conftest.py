@@ -331,5 +331,41 @@ def in_fresh_process(tmp_path):
 
 
 @pytest.fixture
+def tiny_clip():
+    """A text encoder of width 16 that reads 12 tokens, and its tokenizer, which knows letters and three words."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    words = ["a</w>", "red</w>", "circle</w>", "<|startoftext|>", "<|endoftext|>"]
+    letters = [chr(c) + end for c in range(ord("a"), ord("z") + 1) for end in ("", "</w>")]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*letters, *words]))}
+    config = CLIPTextConfig(
+        vocab_size=len(vocab), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=12, bos_token_id=vocab["<|startoftext|>"], eos_token_id=vocab["<|endoftext|>"],
+    )  # fmt: skip
+    return CLIPTextModel(config).eval(), CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12)
+
+
+@pytest.fixture
+def tiny_vae():
+    """An autoencoder to 4 channels at half the size."""
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    config = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 16}
+    return diffusers.AutoencoderKL(**config, **blocks).eval()
+
+
+@pytest.fixture
+def tiny_stable_diffusion(sd, tiny_clip, tiny_vae):
+    """A tiny but complete Stable Diffusion: U-Net, VAE, CLIP, tokenizer and scheduler."""
+    text_encoder, tokenizer = tiny_clip
+    scheduler = diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)
+    return diffusers.StableDiffusionPipeline(
+        vae=tiny_vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=sd.build(), scheduler=scheduler,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
 def project_root() -> Path:
     return Path(__file__).parent.parent
