@@ -23,6 +23,7 @@ from scalelong_diffusers.pipelines.fitting import (
     vae_factor,
 )
 from scalelong_diffusers.pipelines.source import check_components, damage_as_sentence
+from torch import nn
 
 from scalelong_diffusers.hub import HubMixin
 
@@ -80,7 +81,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
     def _check_unet(self, unet: Denoiser):
         name = type(self).__name__
-        if not isinstance(bare_model(unet), Denoiser):
+        if not isinstance(unet, nn.Module) or not isinstance(bare_model(unet), Denoiser):
             raise TypeError(
                 f"{name} needs a U-Net of diffusers or a model of scalelong_diffusers as unet, got {unet!r}"
             )
@@ -271,7 +272,8 @@ def _pipeline_for(conditions: set[str]) -> str:
         frozenset({"class_labels"}): "ScaleLongClassConditionalPipeline",
         frozenset({"encoder_hidden_states"}): "ScaleLongTextToImagePipeline",
     }
-    return f"; take {names[conditions]}" if conditions in names else ""
+    name = names.get(frozenset(conditions))
+    return f"; take {name}" if name else ""
 
 
 def _check_generators(generator: Generators, batch_size: int):

@@ -62,11 +62,13 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
 
     def class_ids(self, class_labels: int | str | Iterable[int | str] | torch.Tensor) -> list[int]:
         """The numbers of classes that are given by number or by name."""
-        one = isinstance(class_labels, str | numbers.Integral)
-        labels = [class_labels] if one else list(class_labels)
+        if isinstance(class_labels, torch.Tensor):
+            class_labels = class_labels.tolist()
+        is_one = isinstance(class_labels, str) or not isinstance(class_labels, Iterable)
+        labels = [class_labels] if is_one else list(class_labels)
         if not labels:
             raise ValueError("class_labels is empty; give at least one class")
-        return [self._class_id(label.item() if isinstance(label, torch.Tensor) else label) for label in labels]
+        return [self._class_id(label) for label in labels]
 
     def _class_id(self, label: int | str) -> int:
         if isinstance(label, str):

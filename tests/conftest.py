@@ -332,18 +332,20 @@ def in_fresh_process(tmp_path):
 
 @pytest.fixture
 def tiny_clip():
-    """A text encoder of width 16 that reads 12 tokens, and its tokenizer, which knows letters and three words."""
+    """A text encoder of width 16 that reads 12 tokens, and its tokenizer, which knows letters, "red" and "circle"."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     torch.manual_seed(0)
-    words = ["a</w>", "red</w>", "circle</w>", "<|startoftext|>", "<|endoftext|>"]
     letters = [chr(c) + end for c in range(ord("a"), ord("z") + 1) for end in ("", "</w>")]
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([*letters, *words]))}
+    # Byte pairs join the letters of a word from its beginning.
+    merges = [("r", "e"), ("re", "d</w>"), *(("circle"[:n], "circle"[n]) for n in range(1, 5)), ("circl", "e</w>")]
+    tokens = [*letters, *map("".join, merges), "<|startoftext|>", "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
     config = CLIPTextConfig(
         vocab_size=len(vocab), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=12, bos_token_id=vocab["<|startoftext|>"], eos_token_id=vocab["<|endoftext|>"],
     )  # fmt: skip
-    return CLIPTextModel(config).eval(), CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12)
+    return CLIPTextModel(config).eval(), CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=12)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class Kind:
     def build(self, condition: str, **overrides) -> torch.nn.Module:
         torch.manual_seed(0)
         library = diffusers if hasattr(diffusers, self.class_name) else scalelong_diffusers
-        return getattr(library, self.class_name)(**self.configs[condition], **overrides).eval()
+        return getattr(library, self.class_name)(**{**self.configs[condition], **overrides}).eval()
 
 
 _PIXELS_2D = {name: {**_UNET_2D, **CONDITIONS[name]} for name in ("nothing", "classes")}
