@@ -34,8 +34,8 @@ def pipes(build, quiet, tiny_clip):
 
 GENERATOR = torch.Generator()
 CALLS = {
-    "an unknown class": ("classes", ["hrse"], {}, "unknown class 'hrse' (did you mean 'horse'?); accepted: cat, dog, bir"),
-    "a name where there are none": ("plain classes", ["cat"], {}, "class 'cat' was given by name, but this pipeline has"),
+    "an unknown class": ("classes", ["hrse"], {}, "unknown class 'hrse' (did you mean 'horse'?); accepted: cat, dog,"),
+    "a name where there are none": ("plain classes", ["cat"], {}, "class 'cat' was given by name, but this pipeline"),
     "an id out of range": ("classes", [7], {}, "class 7 is out of range; accepted: 0..3 (or 4, no class)"),
     "an id out of range without null": ("plain classes", [-1], {}, "class -1 is out of range; accepted: 0..4"),
     "a class that is none": ("classes", [1.5], {}, "a class is given by its number or its name, got 1.5"),
@@ -54,18 +54,17 @@ CALLS = {
         "text", [["a", "b", "c"]], {"negative_prompt": ["a", "b"]}, "got (2, 12, 16) for prompts of (3, 12, 16)",
     ),
     "guidance below 0": (
-        "text", ["a"], {"guidance_scale": -1}, "guidance_scale must be a number of at least 0 (1 is no guidance), got -1",
+        "text", ["a"], {"guidance_scale": -1}, "guidance_scale must be a number of at least 0 (1 is no guidance), got",
     ),
-    "guidance that is no number": ("classes", [0], {"guidance_scale": "4"}, "guidance_scale must be a number of at least"),
-    "guidance of nan": ("classes", [0], {"guidance_scale": float("nan")}, "guidance_scale must be a number of at least"),
+    "guidance that is no number": ("classes", [0], {"guidance_scale": "4"}, "guidance_scale must be a number of at l"),
+    "guidance of nan": ("classes", [0], {"guidance_scale": float("nan")}, "guidance_scale must be a number of at lea"),
     "rescaling": ("classes", [0], {"guidance_rescale": 1.5}, "guidance_rescale must be a number in [0, 1], got 1.5"),
     "guidance without a null class": (
         "plain classes", [0], {"guidance_scale": 4}, "guidance_scale=4 needs a null class, and this pipeline has none",
     ),
-    "a size": ("nothing", [], {"height": 15}, "height=15 does not fit this model, whose images are multiples of 2 pixels; "
-               "the nearest: 14 or 16"),
-    "a small size": ("nothing", [], {"width": 1}, "width=1 does not fit this model, whose images are multiples of 2 pix"),
-    "a size of a U-ViT": ("text", ["a"], {"width": 9}, "width=9 does not fit this model, whose images are multiples of 2"),
+    "a size": ("nothing", [], {"height": 15}, "whose images are multiples of 2 pixels; the nearest: 14 or 16"),
+    "a small size": ("nothing", [], {"width": 1}, "width=1 does not fit this model, whose images are multiples of 2"),
+    "a size of a U-ViT": ("text", ["a"], {"width": 9}, "width=9 does not fit this model, whose images are multiples"),
     "a size that is none": ("nothing", [], {"height": 8.0}, "height must be a whole number of at least 1, got 8.0"),
     "too few generators": (
         "classes", [[0, 1]], {"generator": [GENERATOR]}, "has one for each image: 2 are needed, got 1",
@@ -73,20 +72,20 @@ CALLS = {
     "too many generators": (
         "text", ["a"], {"generator": [GENERATOR] * 3, "num_images_per_prompt": 2}, "2 are needed, got 3",
     ),
-    "a seed for a generator": ("nothing", [], {"generator": 0}, "generator must be a torch.Generator or a list of them, g"),
-    "no generator in a list": ("nothing", [], {"generator": [None]}, "generator must be a torch.Generator or a list of"),
-    "latents": ("nothing", [2], {"latents": torch.zeros(1, 3, 8, 8)}, "latents must be of shape (2, 3, 8, 8), got (1, 3,"),
-    "latents of other dimensions": ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must be of shape (1, 3, 8"),
+    "a seed for a generator": ("nothing", [], {"generator": 0}, "generator must be a torch.Generator or a list of th"),
+    "no generator in a list": ("nothing", [], {"generator": [None]}, "generator must be a torch.Generator or a list"),
+    "latents": ("nothing", [2], {"latents": torch.zeros(1, 3, 8, 8)}, "latents must be of shape (2, 3, 8, 8), got (1"),
+    "latents of other dimensions": ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must be of shape (1,"),
     "no images": ("nothing", [0], {}, "batch_size must be a whole number of at least 1, got 0"),
-    "images of a prompt": ("text", ["a"], {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of"),
-    "steps": ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be a whole number of at least 1, got 0"),
+    "images of a prompt": ("text", ["a"], {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole numbe"),
+    "steps": ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be a whole number of at least 1,"),
     "timesteps and sigmas": (
-        "nothing", [], {"timesteps": [1], "sigmas": [1.0]}, "timesteps and sigmas were both given; the scheduler takes one",
+        "nothing", [], {"timesteps": [1], "sigmas": [1.0]}, "timesteps and sigmas were both given; the scheduler take",
     ),
-    "timesteps": ("nothing", [], {"timesteps": [1]}, "DDIMScheduler takes no timesteps of one's own; give num_inference"),
-    "an output type": ("nothing", [], {"output_type": "jpg"}, "output_type must be one of pil, np, pt, latent, got 'jpg'"),
+    "timesteps": ("nothing", [], {"timesteps": [1]}, "DDIMScheduler takes no timesteps of one's own; give num_infere"),
+    "an output type": ("nothing", [], {"output_type": "jpg"}, "output_type must be one of pil, np, pt, latent, got '"),
     "a tensor for the callback": (
-        "text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "may be of latents, prompt_embeds; got 'noise'",
+        "text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "may be of latents, prompt_embeds; got 'noi",
     ),
 }  # fmt: skip
 
