@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 START = "<!-- scalelong: written anew at each push; what you write above or below stays -->"
@@ -24,6 +25,7 @@ _SCALINGS = {
     "inv_sqrt2": f"Every long skip is multiplied by 1/sqrt(2), a baseline {_OF_PAPER}.",
     "constant": f"Every long skip is multiplied by kappa = {{kappa}}, the universal scaling {_OF_PAPER}.",
     "cs": f"Long skip i is multiplied by kappa^(i-1) with kappa = {{kappa}}: constant scaling (CS) {_OF_PAPER}.",
+    "reversed cs": f"Long skip i is multiplied by kappa^(N-i+1) with kappa = {{kappa}}: an ablation {_OF_PAPER}.",
     "ls": f"Each long skip is multiplied by what a small gate makes of it: learnable scaling (LS) {_OF_PAPER}.",
     "learnable": f"Each long skip is multiplied by a learned number, a variant {_OF_PAPER}.",
 }
@@ -134,18 +136,24 @@ def _sections(
         "",
     ]
     skips = skip_connections(model_or_pipeline)
-    scaling = skips.config
-    lines += [_SCALINGS[scaling.method].format(kappa=scaling.kappa), "", "```text", str(skips), "```", ""]
+    lines += [_scaling_sentence(skips.config), "", "```text", str(skips), "```", ""]
     lines += _table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})})
     lines += _table("Results", facts.metrics or {})
     return lines
+
+
+def _scaling_sentence(scaling: SkipScalingConfig) -> str:
+    sentence = _SCALINGS["reversed cs" if scaling.reverse else scaling.method].format(kappa=scaling.kappa)
+    if scaling.strength in (None, 1.0):
+        return sentence
+    return f"{sentence} With strength {scaling.strength:g}, a factor k is really 1 + {scaling.strength:g} (k - 1)."
 
 
 def _snippet(
     model_or_pipeline: ModelMixin | DiffusionPipeline, repo_id: str, load_options: Mapping[str, Any]
 ) -> list[str]:
     name = type(model_or_pipeline).__name__
-    source = ", ".join([json.dumps(repo_id), *(f"{key}={value!r}" for key, value in load_options.items())])
+    source = ", ".join([_literal(repo_id), *(f"{key}={_literal(value)}" for key, value in load_options.items())])
     is_ours = type(model_or_pipeline).__module__.split(".")[0] == "scalelong_diffusers"
     imports = (
         [f"from scalelong_diffusers import {name}"]
@@ -165,6 +173,10 @@ def _snippet(
         f"image = pipe({argument}).images[0]",
         'image.save("image.png")',
     ]
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> list[str]:

@@ -369,5 +369,29 @@ def tiny_stable_diffusion(sd, tiny_clip, tiny_vae):
 
 
 @pytest.fixture
+def hub(in_fresh_process, tmp_path):
+    """
+    A Hub on loopback (tests/hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
+    `hub(code, *args, token=hub.owner_token, home="home")`. A home keeps what was downloaded for later processes.
+    """
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("hub.py"))], stdout=subprocess.PIPE, text=True
+    )
+    url = server.stdout.readline().strip()
+
+    def run(code, *args, token=None, home="home", **options):
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / home), "HF_TOKEN": token or run.owner_token}
+        env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        return in_fresh_process(code, *args, **{**env, **options})
+
+    run.owner_token = "hf_ownerOwnerOwnerOwnerOwnerOwner"
+    run.reader_token = "hf_readerReaderReaderReaderReader"
+    yield run
+    server.terminate()
+    server.wait()
+    server.stdout.close()
+
+
+@pytest.fixture
 def project_root() -> Path:
     return Path(__file__).parent.parent
