@@ -46,9 +46,11 @@ def damage_as_sentence(source: str | os.PathLike):
     except (OSError, SafetensorError) as error:
         if not _stems_from(error, SafetensorError):
             raise
+        # force_download does not help: diffusers takes it for the configs of a pipeline alone.
+        advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
+        said = " ".join(str(error).split())
         raise OSError(
-            f"the weights in {source} are damaged, or were not downloaded to their end ({error}); delete that file "
-            "and load again, with force_download=True if it is from the Hub"
+            f"the weights in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
         ) from error
 
 

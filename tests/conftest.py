@@ -382,6 +382,7 @@ def hub(in_fresh_process, tmp_path):
     def run(code, *args, token=None, home="home", **options):
         env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / home), "HF_TOKEN": token or run.owner_token}
         env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        env["OMP_NUM_THREADS"] = "1"  # threads only get in each other's way in tiny models
         return in_fresh_process(code, *args, **{**env, **options})
 
     run.owner_token = "hf_ownerOwnerOwnerOwnerOwnerOwner"

@@ -244,7 +244,7 @@ class TestFolders:
         weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
         weights.write_bytes(weights.read_bytes()[:kept])
         with pytest.raises(
-            OSError, match=r"are damaged, or were not downloaded to their end .*safetensors.* delete that"
+            OSError, match=r"are damaged, or were not downloaded to their end .*: save or copy it again"
         ):
             load(folder)
 
