@@ -76,6 +76,9 @@ def takes_variance(scheduler: SchedulerMixin) -> bool:
 
 
 def _has_learned_variance(scheduler: SchedulerMixin) -> bool:
+    # A config that was made from another scheduler's has entries that this one does not read.
+    if "variance_type" not in inspect.signature(type(scheduler).__init__).parameters:
+        return False
     return scheduler.config.get("variance_type") in ("learned", "learned_range")
 
 

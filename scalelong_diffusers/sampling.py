@@ -93,8 +93,8 @@ def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
         raise ValueError(f"unknown scheduler {name!r}{near_miss(name, SCHEDULERS)}; accepted: {', '.join(SCHEDULERS)}")
     class_name, changes = SCHEDULERS[name]
     scheduler_class = getattr(diffusers, class_name)
-    if scheduler_class is not type(current) and scheduler_class not in current.compatibles:
-        raise ValueError(f"scheduler {name!r} can not take over from the model's own {type(current).__name__}")
+    if "beta_schedule" not in current.config:
+        raise ValueError(f"scheduler {name!r} goes by betas, which the model's own {type(current).__name__} has not")
     return scheduler_class.from_config(current.config, **changes)
 
 
