@@ -12,6 +12,7 @@ import sys
 from measure import machine, paired_ratio, paired_times
 
 
+LIMIT = 1.15
 IMPORTS = {
     "diffusers": "import torch, diffusers; diffusers.UNet2DModel",
     "scalelong_diffusers": "import scalelong_diffusers",
@@ -34,7 +35,8 @@ def main():
         print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "ratios": ratios}))
         return
     for name, ratio in ratios.items():
-        print("{:<22} {ratio:.3f} [{low:.3f}, {high:.3f}] of diffusers".format(name, **ratio))
+        figures = "{ratio:.3f} [{low:.3f}, {high:.3f}]".format(**ratio)
+        print(f"{name:<22} {figures} of diffusers, {'ok' if ratio['low'] <= LIMIT else f'above {LIMIT}'}")
 
 
 if __name__ == "__main__":

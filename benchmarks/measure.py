@@ -11,13 +11,6 @@ from collections.abc import Callable
 import torch
 
 
-# Student's t, two-sided 95 %, for up to 30 degrees of freedom; beyond that the normal value is close enough.
-_T95 = [
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-]  # fmt: skip
-
-
 def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of each function in each round; all run in every round, in a new order, so that noise hits all alike."""
     for _ in range(warmup):
@@ -34,14 +27,18 @@ def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: 
 
 
 def paired_ratio(times: list[float], baseline: list[float]) -> dict[str, float]:
-    """The geometric mean of time / baseline over the rounds and its 95 % interval, outlying rounds trimmed."""
-    logs = sorted(math.log(t / b) for t, b in zip(times, baseline))
-    trim = len(logs) // 10
-    logs = logs[trim : len(logs) - trim]
-    mean = statistics.fmean(logs)
-    t95 = _T95[len(logs) - 2] if len(logs) - 2 < len(_T95) else 1.96
-    half = t95 * statistics.stdev(logs) / math.sqrt(len(logs))
-    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+    """
+    The median of time / baseline over the rounds, and its 95 % interval by order statistics, which takes nothing for
+    granted about the noise.
+    """
+    ratios = sorted(t / b for t, b in zip(times, baseline))
+    n = len(ratios)
+    # The largest rank whose tail of a binomial with p = 1/2 is at most 2.5 %.
+    tails = [sum(math.comb(n, i) for i in range(rank + 1)) / 2**n for rank in range(n // 2)]
+    rank = sum(tail <= 0.025 for tail in tails) - 1
+    if rank < 0:
+        raise ValueError(f"an interval of 95 % needs at least 6 rounds, got {n}")
+    return {"ratio": statistics.median(ratios), "low": ratios[rank], "high": ratios[n - 1 - rank]}
 
 
 def verdict(ratio: dict[str, float], limit: float) -> str:

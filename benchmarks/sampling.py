@@ -66,10 +66,10 @@ def stable_diffusion() -> Pair:
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     vae = AutoencoderKL(block_out_channels=(32, 64), norm_num_groups=8, **blocks).eval()
     stock = StableDiffusionPipeline(
-        vae=vae, text_encoder=None, tokenizer=None, unet=unet, scheduler=DPMSolverMultistepScheduler(),
+        vae=vae, text_encoder=None, tokenizer=None, unet=unet, scheduler=DPMSolverMultistepScheduler(steps_offset=1),
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
-    ours = ScaleLongTextToImagePipeline(unet, DPMSolverMultistepScheduler(), vae=vae)
+    ours = ScaleLongTextToImagePipeline(unet, DPMSolverMultistepScheduler(steps_offset=1), vae=vae)
     embeds = {"prompt_embeds": torch.randn(1, 77, 96), "negative_prompt_embeds": torch.randn(1, 77, 96)}
     return stock, ours, {**embeds, "num_inference_steps": 10, "guidance_scale": 4.0}
 

@@ -1,12 +1,12 @@
 """
 `UViTModel` against a straightforward implementation with the same weights, side by side in one run.
 
-    python benchmarks/uvit.py [--rounds 12] [--compile] [--json]
+    python benchmarks/uvit.py [--rounds 12] [--only models|scaling|parts] [--model S/2] [--compile] [--json]
 
 The straightforward one concatenates hidden state and skip, multiplies the skip by its factor and applies one linear
 layer; its attention is torch's, in the dtype of autocast and, on a line of its own, in float32. A speed is
-straightforward / ours, with its 95 % interval, so above 1 is faster; memory is ours / straightforward, the peak of what
-a step allocates as counted by torch's allocator.
+straightforward / ours, with its 95 % interval, so above 1 is faster; memory is ours / straightforward, the peak of
+what a step allocates as counted by torch's allocator.
 """
 
 import argparse
@@ -211,30 +211,38 @@ def scaled_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
 def parts(rounds: int) -> list[dict]:
     """Forward and backward of a decoder block's parts, at the shape of S/2."""
     rows = []
-    tokens = 257
     for scaling in ("none", "cs", "ls"):
-        model = build(MODELS["S/2"], scaling)
-        ours = model.out_blocks[0]
-        theirs = StraightforwardUViT(build(MODELS["S/2"], scaling), attention_in_fp32=False).out_blocks[0]
-        hidden, skip = (torch.randn(BATCH, tokens, 512, requires_grad=True) for _ in range(2))
-        n = len(model.out_blocks)
-        pairs = {
-            f"skip path, {scaling}": (
-                lambda: ours._take_in(hidden, skip, model.skip_scaler.factor(skip, n)),
-                lambda: theirs.take_in(hidden, skip, model.skip_scaler.factor(skip, n)),
-            )
-        }
-        if scaling == "none":
-            pairs["attention"] = (lambda: ours.attn(hidden, None), lambda: theirs.attn(hidden))
-            pairs["MLP"] = (lambda: ours.mlp(hidden), lambda: theirs.mlp(hidden))
-        for part, (our_part, their_part) in pairs.items():
+        for part, functions in decoder_parts(scaling).items():
             for dtype_name, dtype in DTYPES.items():
-                steps = {"ours": there_and_back(our_part, dtype), "straightforward": there_and_back(their_part, dtype)}
+                steps = {name: there_and_back(function, dtype) for name, function in functions.items()}
                 speed = speeds(steps, 4 * rounds, "ours")["straightforward"]
                 peaks = {name: peak_allocated(step) for name, step in steps.items()}
                 memory = peaks["ours"] / peaks["straightforward"]
                 rows.append({"part": part, "dtype": dtype_name, "speed": speed, "memory": memory})
     return rows
+
+
+def decoder_parts(scaling: str) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
+    """The same part of the same block in both implementations."""
+    model = build(MODELS["S/2"], scaling)
+    ours = model.out_blocks[0]
+    theirs = StraightforwardUViT(build(MODELS["S/2"], scaling), attention_in_fp32=False).out_blocks[0]
+    hidden, skip = (torch.randn(BATCH, 257, 512, requires_grad=True) for _ in range(2))
+
+    def factor() -> float | torch.Tensor:
+        return model.skip_scaler.factor(skip, len(model.out_blocks))
+
+    skip_path = {
+        "ours": lambda: ours._take_in(hidden, skip, factor()),
+        "straightforward": lambda: theirs.take_in(hidden, skip, factor()),
+    }
+    if scaling != "none":
+        return {f"skip path, {scaling}": skip_path}
+    return {
+        "skip path, plain": skip_path,
+        "attention": {"ours": lambda: ours.attn(hidden, None), "straightforward": lambda: theirs.attn(hidden)},
+        "MLP": {"ours": lambda: ours.mlp(hidden), "straightforward": lambda: theirs.mlp(hidden)},
+    }
 
 
 def there_and_back(function: Callable[[], torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
@@ -253,10 +261,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
     parser.add_argument("--only", choices=["models", "scaling", "parts"])
+    parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     results = {}
     for name, preset in MODELS.items():
+        if arguments.model not in (None, name):
+            continue
         if arguments.only in (None, "models"):
             results[f"{name} against straightforward"] = whole_models(preset, arguments.rounds, arguments.compile)
         if arguments.only in (None, "scaling"):

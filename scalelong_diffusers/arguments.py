@@ -1,7 +1,6 @@
 """Command-line flags that the commands and the training scripts share."""
 
 import argparse
-import dataclasses
 import sys
 from typing import NoReturn
 
@@ -33,23 +32,34 @@ class ArgumentParser(argparse.ArgumentParser):
         return [flag for parser in parsers for action in parser._actions for flag in action.option_strings]
 
 
+_FIELD_FLAGS = {
+    "reverse": (bool, "of cs: k_i = kappa^(N-i+1)"),
+    "shared": (bool, "of ls: one gate for all skips of a width, or one for each skip"),
+    "reduction": (int, "of ls: the gate's hidden width is the skip's divided by this"),
+    "activation": (str, "of ls: relu, elu or mish"),
+    "gate": (str, "of ls: se or ie"),
+    "gate_axis": (str, "of ls: auto, channels or tokens"),
+    "init": (str, "of ls: paper or identity"),
+    "strength": (float, "in [0, 1]: every factor becomes 1 + strength (k - 1)"),
+}
+
+
 def add_skip_scaling_arguments(parser: argparse.ArgumentParser):
     """`--skip_scaling METHOD`, `--kappa`, and `--skip_scaling_<field>` for every other field of the config."""
     group = parser.add_argument_group("skip scaling")
     group.add_argument(*_spellings("skip_scaling"), metavar="METHOD", help=f"one of {', '.join(METHODS)}")
     group.add_argument("--kappa", type=_number_or_auto, help="of constant and cs: in (0, 1], or 'auto'")
-    for field in dataclasses.fields(SkipScalingConfig)[2:]:
-        flags = _spellings(f"skip_scaling_{field.name}")
-        if "bool" in str(field.type):
-            group.add_argument(*flags, action=argparse.BooleanOptionalAction)
+    for name, (kind, explanation) in _FIELD_FLAGS.items():
+        flags = _spellings(f"skip_scaling_{name}")
+        if kind is bool:
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=explanation)
         else:
-            kind = int if "int" in str(field.type) else float if "float" in str(field.type) else str
-            group.add_argument(*flags, type=kind, help=argparse.SUPPRESS)
+            group.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), help=explanation)
 
 
 def skip_scaling_from_arguments(arguments: argparse.Namespace) -> SkipScalingConfig | None:
     """The config that the flags ask for, None where they name no method."""
-    names = {"kappa": "kappa"} | {f.name: f"skip_scaling_{f.name}" for f in dataclasses.fields(SkipScalingConfig)[2:]}
+    names = {"kappa": "kappa"} | {name: f"skip_scaling_{name}" for name in _FIELD_FLAGS}
     fields = {field: value for field, name in names.items() if (value := getattr(arguments, name)) is not None}
     if arguments.skip_scaling is None:
         if fields:
@@ -64,4 +74,9 @@ def _spellings(name: str) -> list[str]:
 
 
 def _number_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be 'auto' or a number in (0, 1], got {text!r}") from None

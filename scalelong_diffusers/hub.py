@@ -24,6 +24,10 @@ from huggingface_hub.errors import (
 DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
+class HubNotReached(OSError):
+    """The Hub does not answer, and the cache does not have what was asked for."""
+
+
 def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[str, Any] | None:
     """A file of a local folder or of a repository on the Hub; None where there is no such file in it."""
     path = find_file(source, name, **download_options)
@@ -31,9 +35,12 @@ def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[
         return None
     with open(path, encoding="utf-8") as file:
         try:
-            return json.load(file)
+            content = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r}")
+    return content
 
 
 def find_file(source: str | os.PathLike, name: str, **download_options) -> str | None:
@@ -56,7 +63,7 @@ def hub_errors_as_sentences(source: str | os.PathLike, revision: str | None = No
     try:
         yield
     except LocalEntryNotFoundError as error:
-        raise OSError(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
+        raise HubNotReached(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
     except HFValidationError as error:
         raise ValueError(
             f"{source} is neither a local folder nor a repository on the Hub, whose ids are like user/name"

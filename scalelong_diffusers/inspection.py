@@ -1,5 +1,6 @@
 """A model without its weights, from its config alone, so that it can be looked at in seconds."""
 
+import os
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that are looked up by name
-from scalelong_diffusers.hub import read_json
+from scalelong_diffusers.hub import HubNotReached, read_json
 from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable, plain_class
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -32,23 +33,32 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
 
 def _load_model_config(source: str) -> dict[str, Any]:
     """`config.json` of a model, or of the component of a pipeline that can be scaled."""
-    config = read_json(source, ModelMixin.config_name)
+    config = _read_json(source, ModelMixin.config_name)
     if config is not None:
         return config
-    index = read_json(source, DiffusionPipeline.config_name)
+    index = _read_json(source, DiffusionPipeline.config_name)
     if index is None:
         raise ValueError(
             f"{source} is neither a model nor a pipeline: it has no {ModelMixin.config_name} and no "
-            f"{DiffusionPipeline.config_name}"
+            f"{DiffusionPipeline.config_name}{'' if os.path.isdir(source) else ' that can be reached'}"
         )
-    components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[1]}
+    components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     for name, class_name in components.items():
         if _scalable_class(class_name):
-            config = read_json(source, f"{name}/{ModelMixin.config_name}")
+            config = _read_json(source, f"{name}/{ModelMixin.config_name}")
             if config is None:
                 raise ValueError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline names")
             return config
-    raise ValueError(f"{source}: none of its components ({', '.join(components.values())}) has long skips to scale")
+    held = ", ".join(class_name for class_name in components.values() if class_name)
+    raise ValueError(f"{source}: none of its components ({held}) has long skips to scale")
+
+
+def _read_json(source: str, name: str) -> dict[str, Any] | None:
+    """As `read_json`, but None also where the Hub can not be reached: the cache may have the other file."""
+    try:
+        return read_json(source, name)
+    except HubNotReached:
+        return None
 
 
 def _scalable_class(name: str) -> type | None:

@@ -10,11 +10,13 @@ from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that `scaled_class` finds
-from scalelong_diffusers.models.long_skips import SKIP_LAYOUTS, running_scaler
+from scalelong_diffusers.models.long_skips import running_scaler
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
-    build_skip_scaler,
+    forget_skip_scaling,
+    new_skip_scaler,
     not_scalable,
+    resolve_skip_scaling,
     scaled_class,
     skip_layout,
 )
@@ -43,11 +45,12 @@ def apply_skip_scaling(
     models = _scalable_models(model_or_pipeline)
     for model in models:
         _check_patchable(model)
-    # All scalers first: a config that does not fit is to leave everything as it was.
-    scalers = [build_skip_scaler(model, config).to(model.device, model.dtype) for model in models]
-    for model, scaler in zip(models, scalers):
+    # All that can fail comes first: a config that does not fit is to leave everything as it was.
+    configs = [resolve_skip_scaling(model, config) for model in models]
+    scalers = [new_skip_scaler(model, config) for model, config in zip(models, configs)]
+    for model, config, scaler in zip(models, configs, scalers):
         if isinstance(model, SkipScalingMixin):
-            model._replace_skip_scaling(scaler)
+            model._change_skip_scaling(config, scaler)
         else:
             model.__class__ = scaled_class(type(model))
             model._install_skip_scaling(scaler)
@@ -60,9 +63,13 @@ def remove_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
     Make the scaled models plain diffusers models again, in place, and return what was given. A `UViTModel` is one
     already, and stays one with the method `"none"`.
     """
-    models = _scaled_models(model_or_pipeline)
+    models = [model for model in _scalable_models(model_or_pipeline) if "skip_scaling" in model.config]
+    _check_any(models, model_or_pipeline)
     for model in models:
-        model._remove_skip_scaling()
+        if isinstance(model, SkipScalingMixin):
+            model._remove_skip_scaling()
+        else:  # a plain class that was loaded from a scaled folder and kept the entry
+            forget_skip_scaling(model)
     _refresh_components(model_or_pipeline, models)
     return model_or_pipeline
 
@@ -72,9 +79,13 @@ def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: floa
     Set how much of the scaling is in force: every factor is 1 + strength * (k - 1). Fine-tuning that raises it from 0
     to 1 starts without a jump. It is part of the config, so that a checkpoint reloads with the output it had.
     """
-    for model in _scaled_models(model_or_pipeline):
-        model.skip_scaler.set_config(dataclasses.replace(model.skip_scaler.config, strength=strength))
-        model._record_skip_scaling()
+    if strength is None:
+        raise ValueError("strength must be a number in [0, 1], got None")
+    models = [model for model in _scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
+    _check_any(models, model_or_pipeline)
+    configs = [dataclasses.replace(model.skip_scaler.config, strength=strength) for model in models]
+    for model, config in zip(models, configs):
+        model._change_skip_scaling(config, scaler=None)
     return model_or_pipeline
 
 
@@ -124,7 +135,11 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
     List the long skips of a model, scaled or not, with what happens to each of them. It looks at what runs, and not
     at what a config claims. Of a pipeline it lists the model whose long skips can be scaled.
     """
-    model = _scalable_models(model_or_pipeline)[0]
+    models = _scalable_models(model_or_pipeline)
+    if len(models) > 1:
+        held = ", ".join(type(model).__name__ for model in models)
+        raise ValueError(f"{type(model_or_pipeline).__name__} has several models ({held}): list them one by one")
+    model = models[0]
     layout = skip_layout(type(model))
     skips = layout.find(model)
     scaler = running_scaler(model, layout)
@@ -154,7 +169,8 @@ def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[n
         _check_scalable(model_or_pipeline)
         return [model_or_pipeline]
     modules = {n: c for n, c in model_or_pipeline.components.items() if isinstance(c, nn.Module)}
-    models = [module for module in modules.values() if _is_scalable(module) or _wrapped_model(module)]
+    distinct = {id(module): module for module in modules.values()}.values()
+    models = [module for module in distinct if _is_scalable(module) or _wrapped_model(module)]
     if not models:
         held = ", ".join(f"{name} ({type(module).__name__})" for name, module in modules.items())
         raise ValueError(
@@ -165,12 +181,10 @@ def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[n
     return models
 
 
-def _scaled_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[nn.Module]:
-    models = [m for m in _scalable_models(model_or_pipeline) if isinstance(m, SkipScalingMixin)]
+def _check_any(models: list[nn.Module], model_or_pipeline: nn.Module | DiffusionPipeline):
     if not models:
         name = type(model_or_pipeline).__name__
         raise ValueError(f"this {name} has no skip scaling; apply_skip_scaling gives it one")
-    return models
 
 
 def _is_scalable(module: nn.Module) -> bool:
@@ -185,10 +199,10 @@ def _check_scalable(model: nn.Module):
     name = type(model).__name__
     if not _is_scalable(model):
         if not isinstance(model, nn.Module):
-            raise TypeError(f"a model or a pipeline is needed, got {model!r}")
+            raise TypeError(f"a model or a pipeline is needed, got {type(model).__name__}")
         if inner := _wrapped_model(model):
             raise ValueError(f"{name} wraps a {type(inner).__name__}: patch before wrapping")
-        if base := next((c for c in type(model).__mro__ if c.__name__ in SKIP_LAYOUTS), None):
+        if base := next((c for c in type(model).__mro__[1:] if scaled_class(c) is not None), None):
             raise ValueError(
                 f"{name} is a subclass of {base.__name__} and would lose its own methods; define "
                 f"`class ScaleLong{name}(SkipScalingMixin, {name})` and use that"

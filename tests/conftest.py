@@ -243,6 +243,11 @@ def case(request) -> Case:
 
 
 @pytest.fixture
+def cases() -> dict[str, Case]:
+    return CASES_BY_NAME
+
+
+@pytest.fixture
 def ddpm() -> Case:
     return CASES_BY_NAME["ddpm"]
 

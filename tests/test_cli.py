@@ -114,15 +114,16 @@ class TestInspect:
         assert len(json.loads(scalelong("inspect", tmp_path, "--json")[1])["skips"]) == 12
 
     BAD = {
-        "no folder": (["nowhere"], "nowhere is no local folder, and the Hub can not be reached"),
+        "no folder": (["nowhere"], "no config.json and no model_index.json that can be reached"),
         "no id": (["/no/where/at/all"], "/no/where/at/all is neither a local folder nor a repository"),
         "no model": (["{empty}"], "is neither a model nor a pipeline: it has no config.json and no model_index.json"),
         "not json": (["{broken}"], "config.json is not valid JSON: Expecting"),
+        "no object": (["{number}"], "config.json is not the config of a model or pipeline: it holds 3"),
         "a DiT": (["{dit}"], "DiTTransformer2DModel has no long skips that this package knows"),
         "no name": (["{nameless}"], "has no '_class_name' and is not that of a model"),
         "a pipeline of other things": (["{other}"], "none of its components (DiTTransformer2DModel) has long skips"),
         "kappa": (["{sd}", "--skip-scaling", "cs", "--kappa", "2"], "kappa must be 'auto' or a number in (0, 1]"),
-        "kappa text": (["{sd}", "--kappa", "much"], "argument --kappa: invalid"),
+        "kappa text": (["{sd}", "--kappa", "much"], "--kappa: must be 'auto' or a number in (0, 1], got 'much'"),
         "method": (["{sd}", "--skip-scaling", "constnt"], "'constnt' (did you mean 'constant'?)"),
         "field without method": (["{sd}", "--kappa", "0.9"], "--kappa needs --skip_scaling METHOD"),
         "field of another": (["{sd}", "--skip-scaling", "inv_sqrt2", "--kappa", "0.9"], "kappa=0.9 is not used by"),
@@ -142,6 +143,7 @@ class TestInspect:
         }
         write_config(tmp_path / "other", index, "model_index.json")
         (tmp_path / "empty").mkdir()
+        write_config(tmp_path / "number", 3)
         write_config(tmp_path / "broken", {})
         (tmp_path / "broken" / "config.json").write_text("{")
         folders = {folder.name: folder for folder in tmp_path.iterdir()}

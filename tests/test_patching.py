@@ -6,6 +6,7 @@ from copy import deepcopy
 import diffusers
 import pytest
 import torch
+from diffusers.configuration_utils import FrozenDict, register_to_config
 
 import scalelong_diffusers
 from scalelong_diffusers import (
@@ -143,15 +144,12 @@ class TestStrength:
             [1 + 0.3 * (0.9 ** (i - 1) - 1) for i in range(1, 7)]
         )
 
-    @pytest.mark.parametrize("strength", [-0.1, 1.1, float("nan"), "half", None])
+    @pytest.mark.parametrize("strength", [-0.1, 1.1, float("nan"), "half", None], ids=str)
     def test_bad_values_change_nothing(self, ddpm, strength):
         model = ddpm.build_scaled("cs")
         before = snapshot(model)
-        if strength is None:
-            set_skip_scaling_strength(model, strength)  # the default
-        else:
-            with pytest.raises(ValueError, match=r"strength must be a number in \[0, 1\], got"):
-                set_skip_scaling_strength(model, strength)
+        with pytest.raises(ValueError, match=r"strength must be a number in \[0, 1\], got"):
+            set_skip_scaling_strength(model, strength)
         assert_untouched(model, before)
 
     def test_where_nothing_is_scaled(self, ddpm):
@@ -199,19 +197,30 @@ class TestRefused:
         self.refuses(uvit, "cs", "UVit2DModel has no long skips that this package knows")
 
     def test_what_is_no_model(self):
-        self.refuses("some/sd", "cs", "a model or a pipeline is needed, got 'some/sd'", TypeError)
+        self.refuses("some/sd", "cs", "a model or a pipeline is needed, got str", TypeError)
 
     def test_a_subclass_that_somebody_wrote_is_told_how_to_be_scaled(self, ddpm):
         class MyUNet(diffusers.UNet2DModel):
-            pass
+            @register_to_config
+            def __init__(self, sample_size=None, block_out_channels=(16, 32), brightness=0.0):
+                blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+                super().__init__(sample_size, block_out_channels=block_out_channels, norm_num_groups=8, **blocks)
+
+            def forward(self, sample, timestep):
+                return super().forward(sample + self.config.brightness, timestep)
 
         message = r"MyUNet is a subclass of UNet2DModel .* `class ScaleLongMyUNet\(SkipScalingMixin, MyUNet\)`"
-        self.refuses(MyUNet(**ddpm.config), "cs", message)
+        self.refuses(MyUNet(8), "cs", message)
 
         class ScaleLongMyUNet(SkipScalingMixin, MyUNet):
             pass
 
-        assert skip_connections(ScaleLongMyUNet(**ddpm.config, skip_scaling="cs"))[1].factor == 0.9
+        scaled = ScaleLongMyUNet(8, brightness=0.5, skip_scaling="cs")
+        assert skip_connections(scaled)[1].factor == 0.9
+        assert (scaled.config.brightness, scaled.config.skip_scaling["method"]) == (0.5, "cs")
+        assert type(apply_skip_scaling(MyUNet(8), "cs")) is ScaleLongMyUNet
+        assert type(remove_skip_scaling(scaled)) is MyUNet
+        assert type(apply_skip_scaling(ddpm.build(), "cs")) is scalelong_diffusers.ScaleLongUNet2DModel
 
     def test_wrapped_models(self, ddpm, sd):
         from peft import LoraConfig, get_peft_model
@@ -257,7 +266,7 @@ class TestList:
 
     def test_it_looks_at_what_runs_and_not_at_the_config(self, ddpm):
         model = ddpm.build_scaled("cs")
-        model.register_to_config(skip_scaling={"method": "inv_sqrt2"})
+        model._internal_dict = FrozenDict({**model.config, "skip_scaling": {"method": "inv_sqrt2"}})
         assert skip_connections(model).config.method == "cs"
         assert [skip.factor for skip in skip_connections(ddpm.build())] == [1.0] * 6
 
@@ -289,6 +298,76 @@ def test_another_model_takes_one_row_of_the_table_and_a_class_of_two_lines(monke
     assert len(skip_connections(model)) == 4
     assert not torch.allclose(output(model, inputs), plain)
     assert torch.equal(output(remove_skip_scaling(model), inputs), plain)
+
+
+def test_the_config_that_training_scripts_load_is_what_runs(ddpm):
+    """Their load hook hands a checkpoint's config to `register_to_config`, and its weights to `load_state_dict`."""
+    checkpoint, inputs = ddpm.build_scaled({"method": "cs", "kappa": 0.5, "strength": 0.25}), ddpm.make_inputs()
+    resumed = ddpm.build_scaled("cs")
+    resumed.register_to_config(**checkpoint.config)
+    resumed.load_state_dict(checkpoint.state_dict())
+    assert torch.equal(output(resumed, inputs), output(checkpoint, inputs))
+    assert resumed.skip_scaler.config.to_dict() == resumed.config.skip_scaling == checkpoint.config.skip_scaling
+
+    learned = ddpm.build_scaled(LS)
+    gate = learned.skip_scaler.gate(1)
+    learned.register_to_config(skip_scaling={**LS, "strength": 0.5})
+    assert learned.skip_scaler.gate(1) is gate
+
+
+def test_the_same_config_again_draws_no_random_number(ddpm):
+    model = ddpm.build_scaled(LS)
+    before = torch.get_rng_state()
+    apply_skip_scaling(model, LS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stale_entry_of_a_plain_model_is_removed(ddpm, sd, tmp_path):
+    ddpm.build_scaled("cs").save_pretrained(tmp_path / "ddpm")
+    plain = diffusers.UNet2DModel.from_pretrained(tmp_path / "ddpm")
+    assert "skip_scaling" not in remove_skip_scaling(plain).config
+    sd.build_scaled(LS).save_pretrained(tmp_path / "sd")
+    plain = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "sd")
+    motion = scalelong_diffusers.ScaleLongUNetMotionModel.from_unet2d(plain)
+    assert motion.config.skip_scaling == {"version": 1, "method": "none"}
+    assert not motion.skip_scaler.state_dict()
+
+
+class TestSeveralModels:
+    class Pair(diffusers.DiffusionPipeline):
+        def __init__(self, first, second):
+            super().__init__()
+            self.register_modules(first=first, second=second)
+
+    def test_one_that_does_not_fit_leaves_all_as_they_were(self, ddpm, sd):
+        narrow = diffusers.UNet2DModel(
+            sample_size=8, block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1,
+            down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
+        )  # fmt: skip
+        pair = self.Pair(ddpm.build(), narrow)
+        with pytest.raises(ValueError, match="reduction=16 leaves a skip of width 8 no hidden unit"):
+            apply_skip_scaling(pair, "ls")
+        assert type(pair.first) is type(pair.second) is diffusers.UNet2DModel
+
+    def test_strength_is_set_on_all_or_none(self, ddpm, sd):
+        pair = self.Pair(ddpm.build_scaled("cs"), sd.build_scaled("none"))
+        with pytest.raises(ValueError, match="not used by method 'none'"):
+            set_skip_scaling_strength(pair, 0.5)
+        assert pair.first.skip_scaler.strength == 1.0
+
+    def test_the_same_model_in_two_places_is_patched_once(self, ddpm):
+        unet = ddpm.build()
+        pair = self.Pair(unet, unet)
+        apply_skip_scaling(pair, "cs")
+        assert pair.config["first"] == pair.config["second"] == ("scalelong_diffusers", "ScaleLongUNet2DModel")
+        remove_skip_scaling(pair)
+        assert type(unet) is diffusers.UNet2DModel
+
+    def test_they_are_listed_one_by_one(self, ddpm, sd):
+        pair = self.Pair(ddpm.build_scaled("cs"), sd.build())
+        with pytest.raises(ValueError, match=r"several models \(ScaleLongUNet2DModel, UNet2DConditionModel\)"):
+            skip_connections(pair)
+        assert skip_connections(pair.first)[1].factor == 0.9
 
 
 def test_copies_of_a_patched_model_are_taken_apart_on_their_own(ddpm):

@@ -51,7 +51,7 @@ _TELLING = {
     "se.layer1.weight": (2, False),
     "se.0.layer1.weight": (2, False),
 }
-_GATE_LAYERS = {"fc1": "layer1", "fc2": "layer2"}
+_GATE_LAYERS = {"squeeze": "layer1", "excite": "layer2"}
 
 
 # What torch's restricted unpickler lets through when it meets bytes that make no sense.
@@ -177,7 +177,7 @@ def _from_reference(state: StateDict, model: UViTModel) -> StateDict:
 
 
 def _reference_key(key: str, num_skips: int) -> str:
-    if gate := re.fullmatch(r"skip_scaler\.gates\.(width|skip)_(\d+)\.(fc1|fc2)\.(.*)", key):
+    if gate := re.fullmatch(r"skip_scaler\.gates\.(width|skip)_(\d+)\.(squeeze|excite)\.(.*)", key):
         kind, number, layer, name = gate.groups()
         # The reference counts its gates from the middle block, and the paper from outside.
         place = "" if kind == "width" else f"{num_skips - int(number)}."

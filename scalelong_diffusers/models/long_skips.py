@@ -1,6 +1,6 @@
 """Where models keep their long skips: one table, and the hook that scales those of diffusers' on their way."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -39,17 +39,17 @@ class SkipLayout:
     argument: str | int | None = None
     gate_dims: Mapping[str, int] = field(default_factory=lambda: {"channels": 1})
 
-    def scaler_arguments(
-        self, config: SkipScalingConfig, skips: list[LongSkip]
-    ) -> tuple[SkipScalingConfig, list[int], int]:
-        """What a `SkipScaler` needs for these skips: the resolved config, their widths, and the axis of a gate."""
-        papers_axis = next(iter(self.gate_dims))
-        config = config.resolve(len(skips), gate_axis=papers_axis)
-        axis = config.gate_axis or papers_axis
-        if axis not in self.gate_dims:
+    def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
+        """The config for a model with these skips."""
+        config = config.resolve(len(skips), gate_axis=next(iter(self.gate_dims)))
+        if config.gate_axis is not None and config.gate_axis not in self.gate_dims:
             raise ValueError("gate_axis='tokens' is for a U-ViT; the gates of a U-Net work on 'channels'")
-        widths = [skip.tokens if axis == "tokens" else skip.width for skip in skips]
-        return config, widths, self.gate_dims[axis]
+        return config
+
+    def gate_shape(self, config: SkipScalingConfig, skips: list[LongSkip]) -> tuple[list[int], int]:
+        """The size of each skip along the axis that gates work on, and that axis; any will do without gates."""
+        axis = config.gate_axis or next(iter(self.gate_dims))
+        return [skip.tokens if axis == "tokens" else skip.width for skip in skips], self.gate_dims[axis]
 
 
 def up_block_skips(model: nn.Module) -> list[LongSkip]:
@@ -113,36 +113,37 @@ class SkipHook:
             return args, {**kwargs, self.argument: self._scaled(kwargs[self.argument])}
         return (*args[: self.argument], self._scaled(args[self.argument]), *args[self.argument + 1 :]), kwargs
 
-    def _scaled(self, skips: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _scaled(self, skips: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
         unused = len(skips) - len(self.indices)  # K-blocks are handed more skips than they take: the last
         scaled = LazilyScaledSkips(skips, self.scaler, (None,) * unused + self.indices)
         # A compiler plans memory itself, and does best with plain tensors.
         return tuple(scaled) if torch.compiler.is_compiling() else scaled
 
 
-class LazilyScaledSkips(tuple):
+class LazilyScaledSkips(Sequence):
     """
     The skips of one block, each scaled when the block takes it: one scaled copy is alive at a time, not all of them.
 
-    What rebuilds it from its elements (moving them to another device, say) gets a plain tuple of scaled skips.
+    It stands in for the tuple of skips but is none, so that nothing can get at them unscaled.
     """
 
-    def __new__(cls, skips, scaler: SkipScaler | None = None, indices: tuple[int | None, ...] = ()):
-        if scaler is None:
-            return tuple(skips)
-        self = super().__new__(cls, skips)
-        self.scaler = scaler
-        self.indices = indices
-        return self
+    def __init__(self, skips: tuple[torch.Tensor, ...], scaler: SkipScaler, indices: tuple[int | None, ...]):
+        self._skips = skips
+        self._scaler = scaler
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._skips)
 
     def __getitem__(self, key):
-        skip, index = super().__getitem__(key), self.indices[key]
+        skip, index = self._skips[key], self._indices[key]
         if isinstance(key, slice):
-            return LazilyScaledSkips(skip, self.scaler, index)
-        return skip if index is None else self.scaler(skip, index)
+            return LazilyScaledSkips(skip, self._scaler, index)
+        return skip if index is None else self._scaler(skip, index)
 
-    def __iter__(self):
-        return (self[position] for position in range(len(self)))
+    def to(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
+        """What moves the inputs of a block to another device asks each of them for this."""
+        return tuple(skip.to(*args, **kwargs) for skip in self)
 
 
 def add_skip_hooks(model: nn.Module, scaler: SkipScaler, skips: list[LongSkip], argument: str | int):
@@ -156,7 +157,7 @@ def remove_skip_hooks(model: nn.Module):
     for module in model.modules():
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, SkipHook)]:
             del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            del module._forward_pre_hooks_with_kwargs[key]
 
 
 def running_scaler(model: nn.Module, layout: SkipLayout) -> SkipScaler | None:

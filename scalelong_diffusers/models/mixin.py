@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
 
 class SkipScalingMixin(HubMixin):
     """
-    Put it in front of a diffusers model that has a row in `SKIP_LAYOUTS`:
+    Put it in front of a diffusers model that has a row in `SKIP_LAYOUTS`, or of a subclass of one:
 
     ```python
     class ScaleLongUNet3DConditionModel(SkipScalingMixin, UNet3DConditionModel):
@@ -29,7 +30,8 @@ class SkipScalingMixin(HubMixin):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        cls._skip_layerwise_casting_patterns = [*(cls._skip_layerwise_casting_patterns or ()), "skip_scaler"]
+        patterns = cls._skip_layerwise_casting_patterns or ()
+        cls._skip_layerwise_casting_patterns = [*(p for p in patterns if p != "skip_scaler"), "skip_scaler"]
         if "__init__" not in cls.__dict__:
             cls.__init__ = _init_with_skip_scaling(plain_class(cls))
         if cls.__module__.startswith("scalelong_diffusers."):
@@ -38,8 +40,10 @@ class SkipScalingMixin(HubMixin):
 
     @classmethod
     def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
+        if isinstance(config, (str, os.PathLike)):
+            config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
         # diffusers drops a keyword that it does not know: a misspelt `skip_scaling` would give a plain model.
-        if isinstance(config, Mapping) and not return_unused_kwargs:
+        if not return_unused_kwargs:
             accepted = {*cls._get_init_keys(cls), *cls._deprecated_kwargs, "dtype"} - {"self"}
             for name in kwargs:
                 if name not in accepted:
@@ -48,11 +52,22 @@ class SkipScalingMixin(HubMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        source = pretrained_model_name_or_path
+        stored = SkipScalingConfig.parse(cls.load_config(source, **kwargs).get("skip_scaling", "none"))
+        if "skip_scaling" in kwargs:
+            _check_gates_can_serve(stored, SkipScalingConfig.parse(kwargs["skip_scaling"]), source)
         output_loading_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
-        _check_loaded_gates(model.skip_scaler, info, pretrained_model_name_or_path)
-        _check_nothing_is_missing(model, info, pretrained_model_name_or_path)
+        model, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
+        _check_nothing_is_missing(model, info, gates_expected=stored.has_gates, source=source)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def from_single_file(cls, *args, **kwargs):
+        plain = plain_class(cls).__name__
+        raise ValueError(
+            f"{cls.__name__} can not be loaded from a single file, which knows nothing of skip scaling: load "
+            f"{plain}.from_single_file(...) and give it to apply_skip_scaling"
+        )
 
     @classmethod
     def from_preset(cls, name: str, **overrides):
@@ -68,30 +83,51 @@ class SkipScalingMixin(HubMixin):
             raise ValueError(f"preset {name!r} is no {cls.__name__}: use {right}.from_preset({name!r})")
         return cls.from_config(preset.config, **overrides)
 
+    def register_to_config(self, **kwargs):
+        super().register_to_config(**kwargs)
+        # The load hooks of training scripts take over the config of a checkpoint this way. What is stored is always
+        # what runs.
+        if "skip_scaling" in kwargs and hasattr(self, "skip_scaler"):
+            config = resolve_skip_scaling(self, SkipScalingConfig.parse(kwargs["skip_scaling"]))
+            if config != self.skip_scaler.config:
+                self._change_skip_scaling(config, new_skip_scaler(self, config))
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        # torch files hooks under numbers that it counts in each process: those of an unpickled model would be
+        # overwritten by the next hook that somebody adds.
+        self._add_skip_hooks()
+
+    def _add_skip_hooks(self):
+        # Also for "none": a compiled model would not see hooks that are added later.
+        layout = skip_layout(type(self))
+        remove_skip_hooks(self)
+        if layout.argument is not None:
+            add_skip_hooks(self, self.skip_scaler, layout.find(self), layout.argument)
+
     def _install_skip_scaling(self, scaler: SkipScaler):
         """Give this model its scaler and the hooks that go through it."""
-        layout = skip_layout(type(self))
         self.skip_scaler = scaler
-        # Hooks are added for "none" too: a compiled model would not see those that are added later.
-        add_skip_hooks(self, scaler, layout.find(self), layout.argument)
+        self._add_skip_hooks()
         self._record_skip_scaling()
 
-    def _replace_skip_scaling(self, scaler: SkipScaler):
-        """Take over another scaling; one that differs in strength alone keeps the gates and what they have learned."""
-        if scaler.config.equals_but_for_strength(self.skip_scaler.config):
-            self.skip_scaler.set_config(scaler.config)
-        else:
+    def _change_skip_scaling(self, config: SkipScalingConfig, scaler: SkipScaler | None):
+        """Take over a resolved config, and the scaler that was made for it if the present one can not serve."""
+        if scaler is not None:
             self.skip_scaler.adopt(scaler)
+        self.skip_scaler.set_config(config)
         self._record_skip_scaling()
+
+    def _switch_skip_scaling_off(self):
+        none = SkipScalingConfig("none")
+        self._change_skip_scaling(none, new_skip_scaler(self, none))
 
     def _remove_skip_scaling(self):
         """Become the plain diffusers class again."""
         remove_skip_hooks(self)
         del self.skip_scaler
         self.__class__ = plain_class(type(self))
-        # `register_to_config` can only add, so the dict behind the config is made anew.
-        config = {name: value for name, value in self.config.items() if name != "skip_scaling"}
-        self._internal_dict = FrozenDict(_with_class_name(config, self))
+        forget_skip_scaling(self)
 
     def _record_skip_scaling(self):
         """Write the scaling into the config, which is what saving and loading go by."""
@@ -101,9 +137,26 @@ class SkipScalingMixin(HubMixin):
         self.register_to_config(**_with_class_name(config, self))
 
 
-def not_scalable(class_name: str) -> str:
-    known = ", ".join(SKIP_LAYOUTS)
-    return f"{class_name} has no long skips that this package knows; models that can be scaled: {known}"
+def plain_class(model_class: type) -> type:
+    """The class that a scaled class stands on: the one behind the mixins."""
+    return model_class.__mro__[model_class.__mro__.index(HubMixin) + 1]
+
+
+def scaled_class(model_class: type) -> type | None:
+    """The scaled class for a plain one that has a row in `SKIP_LAYOUTS`."""
+    if not any(base.__name__ in SKIP_LAYOUTS for base in model_class.__mro__):
+        return None
+    return next((c for c in SkipScalingMixin.__subclasses__() if plain_class(c) is model_class), None)
+
+
+def skip_layout(model_class: type) -> SkipLayout:
+    return next(SKIP_LAYOUTS[base.__name__] for base in model_class.__mro__ if base.__name__ in SKIP_LAYOUTS)
+
+
+def resolve_skip_scaling(model, config: SkipScalingConfig) -> SkipScalingConfig:
+    """The config with every `"auto"` replaced by what it means for this model; an error where it does not fit."""
+    layout = skip_layout(type(model))
+    return layout.resolve(config, layout.find(model))
 
 
 def build_skip_scaler(model, config: SkipScalingConfig) -> SkipScaler:
@@ -112,26 +165,34 @@ def build_skip_scaler(model, config: SkipScalingConfig) -> SkipScaler:
     skips = layout.find(model)
     if not skips:
         raise ValueError(f"this {type(model).__name__} has no long skip connections")
-    return SkipScaler(*layout.scaler_arguments(config, skips))
+    config = layout.resolve(config, skips)
+    return SkipScaler(config, *layout.gate_shape(config, skips))
+
+
+def new_skip_scaler(model, config: SkipScalingConfig) -> SkipScaler | None:
+    """
+    The scaler that `model` needs for a resolved config, on its device and in its dtype. None where the one it has can
+    serve, as the configs differ in strength alone: its gates stay, with what they have learned.
+    """
+    if isinstance(model, SkipScalingMixin) and config.equals_but_for_strength(model.skip_scaler.config):
+        return None
+    return build_skip_scaler(model, config).to(model.device, model.dtype)
+
+
+def forget_skip_scaling(model):
+    """Drop the entry from the config of a plain model. `register_to_config` can only add, so the dict is made anew."""
+    config = {name: value for name, value in model.config.items() if name != "skip_scaling"}
+    model._internal_dict = FrozenDict(_with_class_name(config, model))
+
+
+def not_scalable(class_name: str) -> str:
+    known = ", ".join(SKIP_LAYOUTS)
+    return f"{class_name} has no long skips that this package knows; models that can be scaled: {known}"
 
 
 def _with_class_name(config: dict[str, Any], model) -> dict[str, Any]:
     """A loaded model carries the name of its class in its config; one made by hand does not."""
     return {**config, "_class_name": type(model).__name__} if "_class_name" in config else config
-
-
-def plain_class(model_class: type) -> type | None:
-    """The diffusers class that a scaled class stands on."""
-    return next((base for base in model_class.__mro__ if base.__name__ in SKIP_LAYOUTS), None)
-
-
-def scaled_class(model_class: type) -> type | None:
-    """The scaled class for a diffusers class."""
-    return next((c for c in SkipScalingMixin.__subclasses__() if plain_class(c) is model_class), None)
-
-
-def skip_layout(model_class: type) -> SkipLayout:
-    return SKIP_LAYOUTS[plain_class(model_class).__name__]
 
 
 def _init_with_skip_scaling(base: type):
@@ -152,27 +213,28 @@ def _init_with_skip_scaling(base: type):
     return __init__
 
 
-def _check_loaded_gates(scaler: SkipScaler, loading_info: dict[str, Any], source: Any):
-    """A checkpoint brings all gates of the model, or none: then it is a plain one, and they keep their own init."""
-    if not scaler.gates:
+def _check_gates_can_serve(stored: SkipScalingConfig, wanted: SkipScalingConfig, source: Any):
+    """Gates that were learned as one function are not loaded as another, though their keys may be the same."""
+    if not (stored.has_gates and wanted.has_gates):
         return
-    expected = sum(1 for _ in scaler.parameters())
-    missing = sorted(key for key in loading_info.get("missing_keys", ()) if key.startswith("skip_scaler."))
-    others = sorted(key for key in loading_info.get("unexpected_keys", ()) if key.startswith("skip_scaler."))
-    if missing and (others or len(missing) < expected):
-        instead = f" and has others, such as {others[0]}" if others else ""
+    if not wanted.resolve(num_skips=1, gate_axis=stored.gate_axis).equals_but_for_strength(stored):
         raise ValueError(
-            f"{source} lacks {len(missing)} of the {expected} gate weights of {scaler.config}, such as {missing[0]}"
-            f"{instead}; load it with the skip_scaling that it was saved with"
+            f"{source} was saved with the gates of {stored}, which can not serve {wanted}; load it as it is, and "
+            "apply_skip_scaling gives it new gates"
         )
 
 
-def _check_nothing_is_missing(model, loading_info: dict[str, Any], source: Any):
-    """diffusers warns of weights that a checkpoint lacks, and leaves them without memory: the model can not run."""
-    weights = model.state_dict()
-    missing = sorted(key for key in loading_info.get("missing_keys", ()) if key in weights and weights[key].is_meta)
+def _check_nothing_is_missing(model, loading_info: dict[str, Any], gates_expected: bool, source: Any):
+    """
+    diffusers warns of weights that a checkpoint lacks, and leaves them without memory. The gates of a plain checkpoint
+    are the exception: they are to be missing, all of them, and keep their own init.
+    """
+    missing = sorted(loading_info.get("missing_keys", ()))
+    gates = {f"skip_scaler.{name}" for name, _ in model.skip_scaler.named_parameters()}
+    if gates.issubset(missing) and not gates_expected:
+        missing = [key for key in missing if key not in gates]
     if missing:
         raise ValueError(
-            f"{source} lacks {len(missing)} weights of this {type(model).__name__}, such as {missing[0]}; it was "
-            "saved from a model with another config"
+            f"{source} lacks {len(missing)} weights of this {type(model).__name__} with {model.skip_scaler.config}, "
+            f"such as {missing[0]}; it was saved from another model"
         )

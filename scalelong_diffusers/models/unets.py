@@ -37,7 +37,10 @@ class ScaleLongUNetMotionModel(SkipScalingMixin, UNetMotionModel):
 
     @classmethod
     def from_unet2d(cls, unet, motion_adapter=None, load_weights=True):
+        """As in diffusers; the skips of a scaled `unet` stay scaled, by the gates that it has."""
         model = super().from_unet2d(unet, motion_adapter, load_weights)
-        if load_weights and isinstance(unet, SkipScalingMixin):
+        if not isinstance(unet, SkipScalingMixin):
+            model._switch_skip_scaling_off()  # its config may claim what it, a plain one, does not do
+        elif load_weights:
             model.skip_scaler.load_state_dict(unet.skip_scaler.state_dict())
         return model

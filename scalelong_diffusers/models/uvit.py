@@ -135,8 +135,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                     nn.init.zeros_(module.bias)
 
     def _remove_skip_scaling(self):
-        # There is no plainer class to become.
-        self._replace_skip_scaling(build_skip_scaler(self, SkipScalingConfig("none")))
+        self._switch_skip_scaling_off()  # there is no plainer class to become
 
     def forward(
         self,

@@ -40,8 +40,7 @@ class UViTBlock(nn.Module):
     ) -> torch.Tensor:
         if skip is not None:
             hidden_states = self._take_in(hidden_states, skip, factor)
-        attended = self.attn(self.norm1(hidden_states), attention_mask)
-        hidden_states = self.attn_residual(hidden_states, attended)
+        hidden_states = self.attn_residual(hidden_states, self.attn(self.norm1(hidden_states), attention_mask))
         return self.mlp_residual(hidden_states, self.mlp(self.norm2(hidden_states)))
 
     def _take_in(self, hidden_states: torch.Tensor, skip: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
@@ -85,6 +84,8 @@ class UViTMLP(nn.Module):
         self.gradient_checkpointing = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.fc2(F.gelu(self.fc1(hidden_states)))  # each result goes as soon as the next is there
         return linear_of(self.fc2, F.gelu, self.fc1(hidden_states), keep=self.gradient_checkpointing)
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from scalelong_diffusers.messages import near_miss
-from scalelong_diffusers.scaling.factors import UPPER_NOISE_RATIO, solve_kappa, solve_uniform_kappa
+from scalelong_diffusers.scaling.factors import UPPER_NOISE_RATIO, solve_kappa
 
 
 # Bumped when a stored entry gets a field that an older package would not understand.
@@ -105,10 +104,9 @@ class SkipScalingConfig:
             if value is None or field.name in used:
                 continue
             what = f"gate={self.gate!r}" if field.name in METHODS[self.method] else f"method {self.method!r}"
+            needs_strength = (field.name, value) == ("init", "identity") and "strength" in used and not self.has_gates
             advice = (
-                "; it has no gates: to start a model without a jump, raise `strength` from 0"
-                if (field.name, value) == ("init", "identity")
-                else ""
+                "; it has no gates: to start a model without a jump, raise `strength` from 0" if needs_strength else ""
             )
             raise ValueError(
                 f"{field.name}={value!r} is not used by {what}{advice}; its fields: {', '.join(used) or 'none'}"
@@ -118,8 +116,7 @@ class SkipScalingConfig:
         """The config for a model with `num_skips` skips, with every `"auto"` replaced by what it stands for."""
         changes = {}
         if self.kappa == "auto":
-            solve = solve_uniform_kappa if self.method == "constant" else solve_kappa
-            changes["kappa"] = solve(UPPER_NOISE_RATIO, num_skips)
+            changes["kappa"] = solve_kappa(UPPER_NOISE_RATIO, num_skips, self.method, self.reverse)
         if self.gate_axis == "auto":
             changes["gate_axis"] = gate_axis
         if self.method == "cs" and num_skips == 1 and not self.reverse:
@@ -127,6 +124,11 @@ class SkipScalingConfig:
                 "method 'cs' leaves the outermost skip as it is (k_1 = 1) and this model has only one; use 'constant'"
             )
         return dataclasses.replace(self, **changes)
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether there is something to learn."""
+        return self.method in ("ls", "learnable")
 
     def equals_but_for_strength(self, other: "SkipScalingConfig") -> bool:
         return self.method == other.method and dataclasses.replace(self, strength=other.strength) == other
@@ -145,13 +147,17 @@ class SkipScalingConfig:
             raise ValueError(f"skip_scaling {dict(entry)!r} names no method; accepted: {', '.join(METHODS)}")
         version = entry.get("version", FORMAT_VERSION)
         fields = {name: value for name, value in entry.items() if name != "version"}
-        unknown = [name for name in fields if name not in _FIELDS]
-        if unknown and version != FORMAT_VERSION:
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            raise ValueError(f"the version of skip_scaling must be a whole number of at least 1, got {version!r}")
+        try:
+            return cls(**{str(name): value for name, value in fields.items()})
+        except ValueError as error:
+            if version <= FORMAT_VERSION:
+                raise
             raise ValueError(
-                f"skip_scaling was written in format version {version} and has the unknown field {unknown[0]!r}; this "
-                f"package reads version {FORMAT_VERSION}: upgrade scalelong-diffusers"
-            )
-        return cls(**fields)
+                f"skip_scaling was written in format version {version}, and this package reads version "
+                f"{FORMAT_VERSION}: upgrade scalelong-diffusers ({error})"
+            ) from error
 
     @classmethod
     def parse(cls, value: "SkipScalingConfig | Mapping[str, Any] | str") -> "SkipScalingConfig":
@@ -212,8 +218,7 @@ def _checked(name: str, value: Any) -> Any:
     if name == "kappa" and value == "auto":
         return value
     lowest, accepted = (0.0, "'auto' or a number in (0, 1]") if name == "kappa" else (None, "a number in [0, 1]")
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{name} must be {accepted}, got {value!r}")
-    if value > 1 or value < 0 or value == lowest:
+    # written so that nan fails, too
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= 1 or value == lowest:
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
     return float(value)

@@ -30,18 +30,14 @@ def skip_energy(kappa: float, num_skips: int) -> float:
     return math.fsum(kappa ** (2 * i) for i in range(num_skips))
 
 
-def solve_kappa(target: float, num_skips: int) -> float:
-    """The kappa in (0, 1] of CS for which S(kappa, N) is `target`; 1 where even that stays below it."""
+def solve_kappa(target: float, num_skips: int, method: str = "cs", reverse: bool | None = None) -> float:
+    """The kappa in (0, 1] for which sum k_i^2 is `target`; 1 where even that stays below it."""
     if not target > 1:
         raise ValueError(f"the target for S must be above 1, which the outermost skip alone gives, got {target}")
     if num_skips <= target:
         return 1.0
     low, high = 0.0, 1.0
     while (kappa := (low + high) / 2) not in (low, high):
-        low, high = (kappa, high) if skip_energy(kappa, num_skips) < target else (low, kappa)
+        energy = math.fsum(k * k for k in skip_factors(method, num_skips, kappa, reverse))
+        low, high = (kappa, high) if energy < target else (low, kappa)
     return kappa
-
-
-def solve_uniform_kappa(target: float, num_skips: int) -> float:
-    """The common factor for which N * kappa^2 is `target`, 1 at most."""
-    return min(1.0, math.sqrt(target / num_skips))

@@ -39,20 +39,39 @@ class SqueezeExciteGate(SkipGate):
             raise ValueError(
                 f"reduction={reduction} leaves a skip of width {width} no hidden unit; take one of at most {width}"
             )
-        self.fc1 = nn.Linear(width, width // reduction)
+        self.squeeze = GateLinear(width, width // reduction)
         self.activation = ACTIVATIONS[activation]()
-        self.fc2 = nn.Linear(width // reduction, width)
+        self.excite = GateLinear(width // reduction, width)
 
     def reset_parameters(self):
-        for layer in (self.fc1, self.fc2):
-            _init_uniform(layer.weight, layer.in_features)
-            _init_uniform(layer.bias, layer.in_features)
+        self.squeeze.reset_parameters()
+        self.excite.reset_parameters()
         if self.identity:
-            self.fc2.weight.zero_()
-            self.fc2.bias.zero_()
+            self.excite.weight.zero_()
+            self.excite.bias.zero_()
 
     def predict(self, pooled: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.activation(self.fc1(pooled.to(self.fc1.weight.dtype))))
+        return self.excite(self.activation(self.squeeze(pooled)))
+
+
+class GateLinear(nn.Module):
+    """
+    A linear layer in the dtype of its own weights. It is no `nn.Linear`, so that what is done to all linear layers of
+    a model (LoRA, quantisation) leaves the gates alone.
+    """
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def reset_parameters(self):
+        fan_in = self.weight.shape[1]
+        _init_uniform(self.weight, fan_in)
+        _init_uniform(self.bias, fan_in)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)
 
 
 class InstanceEnhanceGate(SkipGate):

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import warnings
 import weakref
 from copy import deepcopy
 
@@ -71,9 +70,7 @@ class TestEMA:
         assert [skip.factor for skip in skip_connections(reloaded)] == [s.factor for s in skip_connections(model)]
         for shadow, weight in zip(ema.shadow_params, reloaded.parameters(), strict=True):
             assert torch.equal(shadow, weight)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # diffusers calls itself in a way it deprecates
-            again = EMAModel.from_pretrained(tmp_path, ScaleLongUNet2DModel)
+        again = EMAModel.from_pretrained(tmp_path, ScaleLongUNet2DModel)
         assert again.optimization_step == 3
         assert all(torch.equal(a, b) for a, b in zip(again.shadow_params, ema.shadow_params, strict=True))
 
@@ -94,9 +91,9 @@ class TestCompilers:
         torch._dynamo.reset()
 
     @ENTRIES
-    @pytest.mark.parametrize("name", ["ddpm", "sd"])
-    def test_compiled_without_graph_breaks(self, request, name, entry):
-        case = request.getfixturevalue(name)
+    @pytest.mark.parametrize("name", ["ddpm", "class-conditional", "simple-cross-attention"])
+    def test_compiled_without_graph_breaks(self, cases, name, entry):
+        case = cases[name]
         model, inputs = case.build_scaled(entry), case.make_inputs()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(output(compiled, inputs), output(model, inputs), rtol=1e-5, atol=1e-5)
@@ -131,6 +128,14 @@ class TestCompilers:
             output(compiled, inputs)
         assert counters["stats"]["unique_graphs"] <= 2
 
+    @pytest.mark.parametrize("entry", ["cs", LS], ids=str)
+    def test_a_block_that_is_compiled_on_its_own(self, ddpm, entry):
+        model, inputs = ddpm.build_scaled(entry), ddpm.make_inputs()
+        expected = output(model, inputs)
+        block = model.up_blocks[1]
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(output(model, inputs), expected, rtol=1e-5, atol=1e-5)
+
     @ENTRIES
     def test_exported(self, ddpm, entry):
         model, inputs = ddpm.build_scaled(entry), ddpm.make_inputs()
@@ -138,7 +143,6 @@ class TestCompilers:
         torch.testing.assert_close(exported.module()(**inputs).sample, output(model, inputs), rtol=1e-5, atol=1e-5)
 
     @pytest.mark.skipif(os.system("c++ --version > /dev/null 2>&1") != 0, reason="inductor needs a C++ compiler")
-    @pytest.mark.slow
     @pytest.mark.parametrize("entry", ["cs", LS], ids=str)
     def test_inductor(self, ddpm, entry):
         model, inputs = ddpm.build_scaled(entry), ddpm.make_inputs()
@@ -195,8 +199,8 @@ class TestOffloading:
 
     @ENTRIES
     @pytest.mark.parametrize("name", ["ddpm", "sd"])
-    def test_sequential_offload_after_patching(self, request, name, entry):
-        case = request.getfixturevalue(name)
+    def test_sequential_offload_after_patching(self, cases, name, entry):
+        case = cases[name]
         model, inputs = case.build_scaled(entry), case.make_inputs()
         expected = output(model, inputs)
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
@@ -240,12 +244,17 @@ class TestOffloading:
 def test_a_hook_that_runs_after_ours_sees_scaled_skips(ddpm, paper_reading):
     """Whatever rebuilds the tuple of skips, as moving it to another device does, must get them scaled."""
     model, inputs = ddpm.build_scaled("cs"), ddpm.make_inputs()
-    for block in model.up_blocks:
-        block.register_forward_pre_hook(lambda block, args: accelerate.utils.send_to_device(args, "cpu"))
-        block.register_forward_pre_hook(lambda block, args: (args[0], tuple(args[1]), *args[2:]))
-        block.register_forward_pre_hook(lambda block, args: (args[0], (*args[1],), *args[2:]))
     expected = paper_reading(ddpm.build())(inputs, lambda i, n, skip: 0.9 ** (i - 1))
-    assert torch.equal(output(model, inputs), expected)
+    for rebuild in (
+        lambda block, args: accelerate.utils.send_to_device(args, "cpu"),
+        lambda block, args: torch.utils._pytree.tree_map(lambda x: x.to("cpu"), args),
+        lambda block, args: (args[0], tuple(args[1]), *args[2:]),
+        lambda block, args: (args[0], (*args[1],), *args[2:]),
+    ):
+        handles = [block.register_forward_pre_hook(rebuild) for block in model.up_blocks]
+        assert torch.equal(output(model, inputs), expected)
+        for handle in handles:
+            handle.remove()
 
 
 def test_one_scaled_copy_of_a_skip_is_alive_at_a_time(ddpm):

@@ -38,8 +38,8 @@ def test_constant_methods_scale_the_trailing_channels_of_each_decoder_resnet(cas
 
 def squeeze_excite(weights, prefix, skip, activation=torch.relu):
     pooled = skip.flatten(2).mean(2)
-    hidden = activation(pooled @ weights[f"{prefix}.fc1.weight"].T + weights[f"{prefix}.fc1.bias"])
-    return hidden @ weights[f"{prefix}.fc2.weight"].T + weights[f"{prefix}.fc2.bias"]
+    hidden = activation(pooled @ weights[f"{prefix}.squeeze.weight"].T + weights[f"{prefix}.squeeze.bias"])
+    return hidden @ weights[f"{prefix}.excite.weight"].T + weights[f"{prefix}.excite.bias"]
 
 
 def instance_enhance(weights, prefix, skip):
@@ -112,7 +112,7 @@ def test_identity_gates_leave_the_output_bit_identical_and_learn(case):
     with torch.no_grad():
         assert torch.equal(scaled(**inputs).sample, case.build()(**inputs).sample)
     scaled(**inputs).sample.square().mean().backward()
-    last_layers = [gate.fc2.weight.grad for gate in scaled.skip_scaler.gates.values()]
+    last_layers = [gate.excite.weight.grad for gate in scaled.skip_scaler.gates.values()]
     assert all(grad.abs().sum() > 0 for grad in last_layers)
 
 
@@ -196,22 +196,12 @@ def test_auto_kappa_is_stored_as_the_number_that_was_solved(ddpm):
     assert model.skip_scaler.config.kappa == model.config.skip_scaling["kappa"]
 
 
-PAPER_UNET = {
-    "sample_size": 32,
-    "layers_per_block": 2,
-    "block_out_channels": (128, 256, 256, 256),
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-    "attention_head_dim": None,
-}
-
-
 @pytest.mark.parametrize(("entry", "added"), [("ls", 10_648), ({"method": "ls", "shared": False}, 76_448), ("cs", 0)])
 def test_parameters_added_to_the_papers_unet(entry, added):
     from scalelong_diffusers import ScaleLongUNet2DModel
 
     with torch.device("meta"):
-        model = ScaleLongUNet2DModel(**PAPER_UNET, skip_scaling=entry)
+        model = ScaleLongUNet2DModel.from_preset("cifar10-unet", skip_scaling=entry)
     assert model.num_parameters() == 35_746_307 + added
     listed = skip_connections(model)
     assert listed.parameters == added

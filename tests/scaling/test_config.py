@@ -84,6 +84,9 @@ BAD = {
     "kappa bool": (("cs",), {"kappa": True}, r"kappa must be .* got True"),
     "strength": (("cs",), {"strength": 1.5}, r"strength must be a number in \[0, 1\], got 1.5"),
     "method": (("learned",), {}, r"method 'learned' \(did you mean 'learnable'\?\); accepted: none, inv_sqrt2"),
+    "method in capitals": (("CS",), {}, r"unknown skip scaling method 'CS' \(did you mean 'cs'\?\)"),
+    "kappa huge": (("cs",), {"kappa": 10**400}, r"kappa must be 'auto' or a number in \(0, 1\], got 1000"),
+    "identity of one scalar": (("learnable",), {"init": "identity"}, r"not used by method 'learnable'; its fields"),
     "method not text": ((3,), {}, r"unknown skip scaling method 3; accepted"),
     "method a list": ((["cs"],), {}, r"unknown skip scaling method \['cs'\]"),
     "field": (("cs",), {"kapa": 0.9}, r"unknown skip scaling field 'kapa' \(did you mean 'kappa'\?\); accepted"),
@@ -121,8 +124,12 @@ def test_anything_but_a_config_a_dict_or_a_name_is_refused(value):
 
 def test_fields_of_a_newer_version_are_refused_with_its_number():
     entry = {"version": FORMAT_VERSION + 1, "method": "cs", "kappa": 0.9, "decay": "linear"}
-    with pytest.raises(ValueError, match=r"version 2 and has the unknown field 'decay'.*reads version 1: upgrade"):
+    with pytest.raises(ValueError, match=r"format version 2, .*reads version 1: upgrade .*'decay'"):
         SkipScalingConfig.parse(entry)
+    with pytest.raises(ValueError, match=r"format version 2, .*upgrade .*unknown skip scaling method 'cosine'"):
+        SkipScalingConfig.parse({"version": 2, "method": "cosine"})
+    with pytest.raises(ValueError, match="version of skip_scaling must be a whole number of at least 1, got 'x'"):
+        SkipScalingConfig.parse({"version": "x", "method": "cs"})
     del entry["decay"]
     assert SkipScalingConfig.parse(entry) == SkipScalingConfig("cs", kappa=0.9)
 

@@ -58,6 +58,8 @@ def test_auto_gives_s_of_five_where_there_are_skips_enough(n):
         kappa = SkipScalingConfig("cs", kappa="auto").resolve(n, "channels").kappa
         assert skip_energy(kappa, n) == pytest.approx(min(5, n))
         assert (kappa == 1) == (n <= 5)
+    config = SkipScalingConfig("cs", kappa="auto", reverse=True).resolve(n, "channels")
+    assert sum(k * k for k in skip_factors("cs", n, config.kappa, reverse=True)) == pytest.approx(min(5, n))
 
 
 @pytest.mark.parametrize("target", [1, 0.5, -1, float("nan")])

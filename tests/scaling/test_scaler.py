@@ -34,7 +34,7 @@ def test_a_gate_has_the_papers_size(width):
 def test_the_papers_init_is_that_of_torch_linear():
     torch.manual_seed(0)
     gate = scaler([512]).gate(1)
-    for layer, fan_in in ((gate.fc1, 512), (gate.fc2, 32)):
+    for layer, fan_in in ((gate.squeeze, 512), (gate.excite, 32)):
         bound = 1 / math.sqrt(fan_in)
         for parameter in (layer.weight, layer.bias):
             assert parameter.abs().max() <= bound
