@@ -2,7 +2,6 @@
 
 import inspect
 
-from accelerate.utils import extract_model_from_parallel
 from diffusers import (
     AsymmetricAutoencoderKL,
     AutoencoderKL,
@@ -14,7 +13,9 @@ from diffusers import (
     UNet2DModel,
     VQModel,
 )
+from diffusers.utils.torch_utils import is_compiled_module
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
@@ -27,7 +28,14 @@ Autoencoder = AutoencoderKL | AutoencoderTiny | AsymmetricAutoencoderKL | VQMode
 
 def bare_model(model: nn.Module) -> nn.Module:
     """The model inside what `torch.compile` or DDP have wrapped around it."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)
+    # accelerate's function for this looks through all modules, which is too much for every step.
+    while True:
+        if is_compiled_module(model):
+            model = model._orig_mod
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        else:
+            return model
 
 
 def conditions_of(model: nn.Module) -> dict[str, str]:
