@@ -11,6 +11,7 @@ from scalelong_diffusers.version import __version__
 
 
 if TYPE_CHECKING:
+    from scalelong_diffusers.model_card import CardFacts
     from scalelong_diffusers.models.mixin import SkipScalingMixin
     from scalelong_diffusers.models.unets import (
         ScaleLongI2VGenXLUNet,
@@ -27,21 +28,34 @@ if TYPE_CHECKING:
         set_skip_scaling_strength,
         skip_connections,
     )
+    from scalelong_diffusers.pipelines import (
+        ScaleLongClassConditionalPipeline,
+        ScaleLongTextToImagePipeline,
+        ScaleLongUnconditionalPipeline,
+        load_pipeline,
+    )
     from scalelong_diffusers.presets import model_from_preset
+    from scalelong_diffusers.sharing import push_to_hub
 
 __all__ = [
+    "CardFacts",
+    "ScaleLongClassConditionalPipeline",
     "ScaleLongI2VGenXLUNet",
+    "ScaleLongTextToImagePipeline",
     "ScaleLongUNet2DConditionModel",
     "ScaleLongUNet2DModel",
     "ScaleLongUNet3DConditionModel",
     "ScaleLongUNetMotionModel",
     "ScaleLongUNetSpatioTemporalConditionModel",
+    "ScaleLongUnconditionalPipeline",
     "SkipScalingConfig",
     "SkipScalingMixin",
     "UViTModel",
     "__version__",
     "apply_skip_scaling",
+    "load_pipeline",
     "model_from_preset",
+    "push_to_hub",
     "remove_skip_scaling",
     "set_skip_scaling_strength",
     "skip_connections",
@@ -53,6 +67,9 @@ _LAZY_MODULES = (
     "scalelong_diffusers.models.uvit",
     "scalelong_diffusers.patching",
     "scalelong_diffusers.presets",
+    "scalelong_diffusers.model_card",
+    "scalelong_diffusers.sharing",
+    "scalelong_diffusers.pipelines",
 )
 
 

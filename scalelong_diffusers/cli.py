@@ -17,6 +17,7 @@ from scalelong_diffusers.models.conversion import (
 from scalelong_diffusers.models.uvit import TIMESTEP_CONVENTIONS, UViTModel
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.presets import PRESETS, Preset, get_preset
+from scalelong_diffusers.sample_command import add_sample_command
 from scalelong_diffusers.scaling.factors import MEAN_NOISE_RATIO, UPPER_NOISE_RATIO, skip_energy, solve_kappa
 from scalelong_diffusers.version import __version__
 
@@ -70,6 +71,8 @@ def _parser() -> ArgumentParser:
     )
     add_skip_scaling_arguments(convert)
     convert.set_defaults(run=_convert)
+
+    add_sample_command(commands)
     return parser
 
 

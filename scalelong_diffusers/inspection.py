@@ -1,18 +1,16 @@
 """A model without its weights, from its config alone, so that it can be looked at in seconds."""
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that are looked up by name
+from scalelong_diffusers.hub import HubNotReached, read_json
 from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable, plain_class
 
 
@@ -56,26 +54,11 @@ def _load_model_config(source: str) -> dict[str, Any]:
 
 
 def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """A file of a local folder or of a repository on the Hub or in its cache; None where there is no such file."""
-    if os.path.isdir(source):
-        path = os.path.join(source, name)
-    else:
-        try:
-            path = hf_hub_download(source, name)
-        except EntryNotFoundError:  # also where the Hub can not be reached, and the cache has no such file
-            return None
-        except (HFValidationError, HfHubHTTPError) as error:
-            raise ValueError(f"{source} is neither a local folder nor a repository that you may read") from error
-    if not os.path.isfile(path):
+    """As `read_json`, but None also where the Hub can not be reached: the cache may have the other file."""
+    try:
+        return read_json(source, name)
+    except HubNotReached:
         return None
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r}")
-    return content
 
 
 def _scalable_class(name: str) -> type | None:

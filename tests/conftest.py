@@ -336,5 +336,68 @@ def in_fresh_process(tmp_path):
 
 
 @pytest.fixture
+def tiny_clip():
+    """A text encoder of width 16 that reads 12 tokens, and its tokenizer, which knows letters, "red" and "circle"."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = [chr(c) + end for c in range(ord("a"), ord("z") + 1) for end in ("", "</w>")]
+    # Byte pairs join the letters of a word from its beginning.
+    merges = [("r", "e"), ("re", "d</w>"), *(("circle"[:n], "circle"[n]) for n in range(1, 5)), ("circl", "e</w>")]
+    tokens = [*letters, *map("".join, merges), "<|startoftext|>", "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    config = CLIPTextConfig(
+        vocab_size=len(vocab), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=12, bos_token_id=vocab["<|startoftext|>"], eos_token_id=vocab["<|endoftext|>"],
+    )  # fmt: skip
+    return CLIPTextModel(config).eval(), CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=12)
+
+
+@pytest.fixture
+def tiny_vae():
+    """An autoencoder to 4 channels at half the size."""
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    config = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 16}
+    return diffusers.AutoencoderKL(**config, **blocks).eval()
+
+
+@pytest.fixture
+def tiny_stable_diffusion(sd, tiny_clip, tiny_vae):
+    """A tiny but complete Stable Diffusion: U-Net, VAE, CLIP, tokenizer and scheduler."""
+    text_encoder, tokenizer = tiny_clip
+    scheduler = diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)
+    return diffusers.StableDiffusionPipeline(
+        vae=tiny_vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=sd.build(), scheduler=scheduler,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def hub(in_fresh_process, tmp_path):
+    """
+    A Hub on loopback (tests/hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
+    `hub(code, *args, token=hub.owner_token, home="home")`. A home keeps what was downloaded for later processes.
+    """
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("hub.py"))], stdout=subprocess.PIPE, text=True
+    )
+    url = server.stdout.readline().strip()
+
+    def run(code, *args, token=None, home="home", **options):
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / home), "HF_TOKEN": token or run.owner_token}
+        env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        env["OMP_NUM_THREADS"] = "1"  # threads only get in each other's way in tiny models
+        return in_fresh_process(code, *args, **{**env, **options})
+
+    run.owner_token = "hf_ownerOwnerOwnerOwnerOwnerOwner"
+    run.reader_token = "hf_readerReaderReaderReaderReader"
+    yield run
+    server.terminate()
+    server.wait()
+    server.stdout.close()
+
+
+@pytest.fixture
 def project_root() -> Path:
     return Path(__file__).parent.parent

@@ -35,8 +35,17 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
+# Folders of the checkout, and where they are in the wheel.
+SOURCES = {"scalelong_diffusers": "scalelong_diffusers", "pipelines": "scalelong_diffusers/pipelines"}
+
+
 def modules_in_the_checkout(root: Path) -> set[str]:
-    return {str(file.relative_to(root)) for file in (root / "scalelong_diffusers").rglob("*.py")}
+    """Their places in the wheel."""
+    return {
+        f"{packaged}/{file.relative_to(root / folder).as_posix()}"
+        for folder, packaged in SOURCES.items()
+        for file in (root / folder).rglob("*.py")
+    }
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel, project_root):

@@ -3,7 +3,6 @@
 import diffusers
 import pytest
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from scalelong_diffusers import (
     ScaleLongUNet2DConditionModel,
@@ -17,36 +16,14 @@ from scalelong_diffusers import (
 LS = {"method": "ls", "reduction": 4}
 
 
-@pytest.fixture
-def stable_diffusion(sd):
-    """A tiny but complete Stable Diffusion: U-Net, VAE, CLIP, tokenizer and scheduler."""
-    torch.manual_seed(0)
-    words = ["a", "red", "circle", "<|startoftext|>", "<|endoftext|>"]
-    letters = [chr(c) + end for c in range(ord("a"), ord("z") + 1) for end in ("", "</w>")]
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([*letters, *words]))}
-    tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=16)
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(vocab), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=16, bos_token_id=vocab["<|startoftext|>"], eos_token_id=vocab["<|endoftext|>"],
-        )
-    ).eval()  # fmt: skip
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, sample_size=16,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    ).eval()  # fmt: skip
-    return quiet(
-        diffusers.StableDiffusionPipeline(
-            vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=sd.build(),
-            scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
-            safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-        )
-    )  # fmt: skip
-
-
 def quiet(pipe):
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@pytest.fixture
+def stable_diffusion(tiny_stable_diffusion):
+    return quiet(tiny_stable_diffusion)
 
 
 def draw(pipe, **kwargs):

@@ -8,12 +8,13 @@ from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
 
+from scalelong_diffusers.hub import HubMixin
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.models.long_skips import SKIP_LAYOUTS, SkipLayout, add_skip_hooks, remove_skip_hooks
 from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
 
 
-class SkipScalingMixin:
+class SkipScalingMixin(HubMixin):
     """
     Put it in front of a diffusers model that has a row in `SKIP_LAYOUTS`, or of a subclass of one:
 
@@ -137,8 +138,8 @@ class SkipScalingMixin:
 
 
 def plain_class(model_class: type) -> type:
-    """The class that a scaled class stands on: the one behind the mixin."""
-    return model_class.__mro__[model_class.__mro__.index(SkipScalingMixin) + 1]
+    """The class that a scaled class stands on: the one behind the mixins."""
+    return model_class.__mro__[model_class.__mro__.index(HubMixin) + 1]
 
 
 def scaled_class(model_class: type) -> type | None:

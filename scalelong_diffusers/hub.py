@@ -1,0 +1,102 @@
+"""What is read from the Hub and written to it, and what goes wrong there, in one sentence."""
+
+import json
+import os
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+# HTTPError is that of the client's HTTP library, and covers a Hub that does not answer.
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+
+# The keywords of `from_pretrained` that say where on the Hub to look.
+DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+class HubNotReached(OSError):
+    """The Hub does not answer, and the cache does not have what was asked for."""
+
+
+def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[str, Any] | None:
+    """A file of a local folder or of a repository on the Hub; None where there is no such file in it."""
+    path = find_file(source, name, **download_options)
+    if path is None:
+        return None
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r}")
+    return content
+
+
+def find_file(source: str | os.PathLike, name: str, **download_options) -> str | None:
+    """The path of a file of a local folder, or of one on the Hub once it is downloaded; None where there is none."""
+    if os.path.isdir(source):
+        path = os.path.join(source, name)
+        return path if os.path.isfile(path) else None
+    with hub_errors_as_sentences(source, download_options.get("revision")):
+        try:
+            return hf_hub_download(str(source), name, **download_options)
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+
+@contextmanager
+def hub_errors_as_sentences(source: str | os.PathLike, revision: str | None = None):
+    """The client's errors have several lines, name the client's functions, and do not say what to do."""
+    try:
+        yield
+    except LocalEntryNotFoundError as error:
+        raise HubNotReached(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
+    except HFValidationError as error:
+        raise ValueError(
+            f"{source} is neither a local folder nor a repository on the Hub, whose ids are like user/name"
+        ) from error
+    except GatedRepoError as error:
+        raise OSError(f"{source} is open only to those whom its owner lets in: ask on its page on the Hub") from error
+    except RepositoryNotFoundError as error:
+        raise OSError(
+            f"{source} is neither a local folder nor a repository on the Hub that you may read; for a private one log "
+            "in with `hf auth login`, or pass token"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{source} has no branch, tag or commit {revision!r}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = "; your token (`hf auth whoami`) does not allow it" if status in (401, 403) else ""
+        raise OSError(f"the Hub refused the request for {source} with status {status}{advice}") from error
+    except HTTPError as error:
+        raise OSError(f"the Hub can not be reached for {source}: {error}") from error
+
+
+class HubMixin:
+    """Put in front of a model or pipeline of diffusers, it is pushed with a model card that says how it is scaled."""
+
+    def push_to_hub(self, repo_id: str, **options) -> str:
+        """Push to the Hub. [`scalelong_diffusers.push_to_hub`] says what the options are."""
+        from scalelong_diffusers.sharing import push_to_hub  # which stands on all that can be shared
+
+        return push_to_hub(self, repo_id, **options)
+
+    def _upload_folder(self, working_dir, repo_id, token=None, **options):
+        # `save_pretrained(push_to_hub=True)` of diffusers ends here, after it wrote a card of its own.
+        from scalelong_diffusers.sharing import write_model_card
+
+        write_model_card(self, working_dir, repo_id, token=token)
+        return super()._upload_folder(working_dir, repo_id, token=token, **options)

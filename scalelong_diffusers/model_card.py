@@ -1,0 +1,186 @@
+"""The model card: what is known of a model, written anew at each push between two marks; the rest is the owner's."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers import DiffusionPipeline, ModelMixin
+from huggingface_hub import ModelCard, ModelCardData
+
+from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.scaling import SkipScalingConfig
+
+
+START = "<!-- scalelong: written anew at each push; what you write above or below stays -->"
+END = "<!-- scalelong: end -->"
+SAMPLES = "samples.png"
+TAGS = ("diffusers", "scalelong", "skip-scaling")
+
+_OF_PAPER = "of [ScaleLong](https://arxiv.org/abs/2310.13545) (NeurIPS 2023)"
+_SCALINGS = {
+    "none": "The long skip connections are not scaled.",
+    "inv_sqrt2": f"Every long skip is multiplied by 1/sqrt(2), a baseline {_OF_PAPER}.",
+    "constant": f"Every long skip is multiplied by kappa = {{kappa}}, the universal scaling {_OF_PAPER}.",
+    "cs": f"Long skip i is multiplied by kappa^(i-1) with kappa = {{kappa}}: constant scaling (CS) {_OF_PAPER}.",
+    "reversed cs": f"Long skip i is multiplied by kappa^(N-i+1) with kappa = {{kappa}}: an ablation {_OF_PAPER}.",
+    "ls": f"Each long skip is multiplied by what a small gate makes of it: learnable scaling (LS) {_OF_PAPER}.",
+    "learnable": f"Each long skip is multiplied by a learned number, a variant {_OF_PAPER}.",
+}
+# Where the image comes from decides under which task the Hub lists the model. It has none for classes.
+_CONDITIONS = {
+    "prompt": ("text-to-image", '"a photograph"'),
+    "class_labels": ("unconditional-image-generation", "0"),
+    None: ("unconditional-image-generation", ""),
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """
+    What a card says beyond what the model itself tells.
+
+    Args:
+        preset: the experiment of the paper that was run: `scalelong presets`.
+        training_data: what the model was trained on.
+        training: anything else about training, in the order in which it is to be listed.
+        metrics: figures of merit, each with its name, which had better say how it was measured.
+        samples: a picture of samples, a `PIL.Image`, which is uploaded with the card.
+        license: the license of the weights, as the Hub spells it.
+    """
+
+    preset: str | None = None
+    training_data: str | None = None
+    training: Mapping[str, Any] | None = None
+    metrics: Mapping[str, Any] | None = None
+    samples: Any = None
+    license: str | None = None
+
+    @classmethod
+    def parse(cls, facts: "CardFacts | Mapping[str, Any] | None") -> "CardFacts":
+        if facts is None or isinstance(facts, cls):
+            return facts or cls()
+        for name in facts:
+            if name not in cls.__dataclass_fields__:
+                accepted = ", ".join(cls.__dataclass_fields__)
+                raise ValueError(
+                    f"unknown card field {name!r}{near_miss(name, cls.__dataclass_fields__)}; accepted: {accepted}"
+                )
+        return cls(**facts)
+
+
+def make_card(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    repo_id: str,
+    facts: CardFacts,
+    previous: str | None = None,
+    load_options: Mapping[str, Any] | None = None,
+) -> ModelCard:
+    """
+    The card of a model or pipeline; of the previous one, all that was not written by this function is kept.
+
+    `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
+    """
+    card = ModelCard(previous or "---\n{}\n---\n")
+    _complete_metadata(card.data, _condition_of(model_or_pipeline), facts)
+    generated = "\n".join([START, *_sections(model_or_pipeline, repo_id, facts, load_options or {}), END])
+    marked = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
+    if marked.search(card.text):
+        card.text = marked.sub(lambda _: generated, card.text, count=1)
+    else:
+        card.text = f"{card.text.rstrip()}\n\n{generated}\n".lstrip()
+    return card
+
+
+def _complete_metadata(data: ModelCardData, condition: str | None, facts: CardFacts):
+    data.library_name = "diffusers"
+    data.tags = list(dict.fromkeys([*(data.tags or []), *TAGS]))
+    data.pipeline_tag = data.pipeline_tag or _CONDITIONS[condition][0]
+    data.license = facts.license or data.license
+
+
+def _condition_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> str | None:
+    """The argument of the pipeline's call that says what to draw."""
+    if isinstance(model_or_pipeline, DiffusionPipeline):
+        names = model_or_pipeline.components
+        config = model_or_pipeline.unet.config
+        if "text_encoder" in names:
+            return "prompt"
+    else:
+        config = model_or_pipeline.config
+        if config.get("cross_attention_dim") is not None:
+            return "prompt"
+    return "class_labels" if config.get("num_class_embeds") is not None else None
+
+
+def _sections(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    repo_id: str,
+    facts: CardFacts,
+    load_options: Mapping[str, Any],
+) -> list[str]:
+    lines = [f"# {repo_id.split('/')[-1]}", ""]
+    if facts.samples is not None:
+        lines += [f"![samples]({SAMPLES})", ""]
+    lines += [
+        "Made with [scalelong-diffusers](https://pypi.org/project/scalelong-diffusers), which has to be installed:",
+        "`pip install scalelong-diffusers`",
+        "",
+        "```python",
+        *_snippet(model_or_pipeline, repo_id, load_options),
+        "```",
+        "",
+        "## Skip scaling",
+        "",
+    ]
+    skips = skip_connections(model_or_pipeline)
+    lines += [_scaling_sentence(skips.config), "", "```text", str(skips), "```", ""]
+    lines += _table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})})
+    lines += _table("Results", facts.metrics or {})
+    return lines
+
+
+def _scaling_sentence(scaling: SkipScalingConfig) -> str:
+    sentence = _SCALINGS["reversed cs" if scaling.reverse else scaling.method].format(kappa=scaling.kappa)
+    if scaling.strength in (None, 1.0):
+        return sentence
+    return f"{sentence} With strength {scaling.strength:g}, a factor k is really 1 + {scaling.strength:g} (k - 1)."
+
+
+def _snippet(
+    model_or_pipeline: ModelMixin | DiffusionPipeline, repo_id: str, load_options: Mapping[str, Any]
+) -> list[str]:
+    name = type(model_or_pipeline).__name__
+    source = ", ".join([_literal(repo_id), *(f"{key}={_literal(value)}" for key, value in load_options.items())])
+    is_ours = type(model_or_pipeline).__module__.split(".")[0] == "scalelong_diffusers"
+    imports = (
+        [f"from scalelong_diffusers import {name}"]
+        if is_ours
+        else [
+            "import scalelong_diffusers  # diffusers finds the scaled U-Net through it",
+            f"from diffusers import {name}",
+        ]
+    )
+    if not isinstance(model_or_pipeline, DiffusionPipeline):
+        return [*imports, "", f"model = {name}.from_pretrained({source})"]
+    argument = _CONDITIONS[_condition_of(model_or_pipeline)][1]
+    return [
+        *imports,
+        "",
+        f"pipe = {name}.from_pretrained({source})",
+        f"image = pipe({argument}).images[0]",
+        'image.save("image.png")',
+    ]
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> list[str]:
+    known = {name: value for name, value in rows.items() if value is not None}
+    if not known:
+        return []
+    return [f"## {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in known.items()), ""]

@@ -1,0 +1,193 @@
+"""What `scalelong sample` does: a folder of images, each of which depends on the seed and its own number alone."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import PIL.Image
+import torch
+from diffusers import SchedulerMixin
+from torch import nn
+from tqdm import tqdm
+
+from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
+from scalelong_diffusers.pipelines.base import SamplingPipeline
+
+
+SCHEDULERS = {
+    "ddpm": ("DDPMScheduler", {}),
+    "ddim": ("DDIMScheduler", {}),
+    "dpm++": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "variance_type": None}),
+    "sde-dpm++": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", "variance_type": None}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}),
+    "lcm": ("LCMScheduler", {}),
+    "pndm": ("PNDMScheduler", {}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+}
+SETTINGS_FILE = "sample.json"
+GRID_FILE = "grid.png"
+GRID_IMAGES = 64
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """All that an image depends on beside its number. It is kept with the images; to go on with another is refused."""
+
+    model: str
+    revision: str | None = None
+    prompt: list[str] | None = None
+    negative_prompt: str | None = None
+    class_labels: list[str] | None = None
+    scheduler: str | None = None
+    steps: int = 50
+    guidance: float | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    dtype: str = "float32"
+
+
+def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int) -> int:
+    """Make those of the images 0..n-1 that are not in the folder yet, and a grid; returns how many were made."""
+    for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    conditions = _conditions(pipe, settings)
+    if settings.scheduler is not None:
+        pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
+    _check_settings(folder, {**dataclasses.asdict(settings), "weights": _fingerprint(pipe.unet)})
+    missing = [k for k in range(n) if not _image_file(folder, k).is_file()]
+    pipe.set_progress_bar_config(disable=True)
+    layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
+    with tqdm(total=n, initial=n - len(missing), desc=str(folder), bar_format=layout) as bar:
+        for start in range(0, len(missing), batch_size):
+            batch = missing[start : start + batch_size]
+            images = _make(pipe, settings, conditions, batch, bar)
+            for k, image in zip(batch, images):
+                _save(image, _image_file(folder, k))
+    columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
+    shown = [PIL.Image.open(_image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
+    _save(_grid(shown, columns), folder / GRID_FILE)
+    return len(missing)
+
+
+def image_generator(seed: int, k: int) -> torch.Generator:
+    """The randomness of image k. Neighbouring seeds have nothing in common."""
+    digest = hashlib.sha256(f"{seed} {k}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
+    """A scheduler for the noise that a model was trained with, which the current one knows."""
+    if name not in SCHEDULERS:
+        raise ValueError(f"unknown scheduler {name!r}{near_miss(name, SCHEDULERS)}; accepted: {', '.join(SCHEDULERS)}")
+    class_name, changes = SCHEDULERS[name]
+    scheduler_class = getattr(diffusers, class_name)
+    if "beta_schedule" not in current.config:
+        raise ValueError(f"scheduler {name!r} goes by betas, which the model's own {type(current).__name__} has not")
+    return scheduler_class.from_config(current.config, **changes)
+
+
+def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> dict[str, Any]:
+    """The argument of the pipeline's call that says what to draw, and its values, which the images take in turn."""
+    is_text = isinstance(pipe, ScaleLongTextToImagePipeline)
+    is_class = isinstance(pipe, ScaleLongClassConditionalPipeline)
+    given = {
+        "prompt": (settings.prompt, is_text, "of text"),
+        "negative_prompt": (settings.negative_prompt, is_text, "of text"),
+        "class": (settings.class_labels, is_class, "of classes"),
+        "guidance": (settings.guidance, is_text or is_class, "of classes or text"),
+    }
+    for flag, (value, fits, what) in given.items():
+        if value is not None and not fits:
+            raise ValueError(f"--{flag} is for models {what}, and {settings.model} is none: {type(pipe).__name__}")
+    if is_text:
+        if settings.prompt is None:
+            raise ValueError(f"{settings.model} is a model of text: give at least one --prompt")
+        return {"argument": "prompt", "values": settings.prompt}
+    if is_class:
+        labels = settings.class_labels or list(range(pipe.num_classes))
+        names = set((pipe.config.class_names or {}).values())
+        labels = [int(x) if str(x).isdecimal() and x not in names else x for x in labels]
+        return {"argument": "class_labels", "values": pipe.class_ids(labels)}
+    return {"argument": "batch_size", "values": []}
+
+
+def _make(
+    pipe: SamplingPipeline, settings: SampleSettings, conditions: dict[str, Any], batch: list[int], bar: tqdm
+) -> list[PIL.Image.Image]:
+    before = bar.n
+
+    def advance(pipe, step, timestep, tensors):
+        bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
+        return tensors
+
+    values = conditions["values"]
+    arguments = {conditions["argument"]: [values[k % len(values)] for k in batch] if values else len(batch)}
+    for name in ("negative_prompt", "height", "width"):
+        if getattr(settings, name) is not None:
+            arguments[name] = getattr(settings, name)
+    if settings.guidance is not None:
+        arguments["guidance_scale"] = settings.guidance
+    return pipe(
+        **arguments,
+        num_inference_steps=settings.steps,
+        generator=[image_generator(settings.seed, k) for k in batch],
+        callback_on_step_end=advance,
+    ).images
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]):
+    """Note the settings in a new folder; in one that has them, they have to be the same."""
+    file = folder / SETTINGS_FILE
+    if not file.is_file():
+        if folder.is_dir() and any(folder.glob("*.png")):
+            raise ValueError(f"{folder} has images, but no {SETTINGS_FILE} that says how they were made: take another")
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings, indent=2) + "\n")
+        return
+    before = json.loads(file.read_text())
+    for name, value in settings.items():
+        if before[name] != value:
+            raise ValueError(
+                f"{folder} has images that were made with {name} {before[name]!r}, not {value!r}: give another --out, "
+                "or delete it"
+            )
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Tells the weights of two checkpoints apart that were saved to the same folder."""
+    checksum = 0
+    for weights in model.state_dict().values():
+        checksum = zlib.crc32(weights.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
+
+
+def _image_file(folder: Path, k: int) -> Path:
+    return folder / f"{k:06d}.png"
+
+
+def _save(image: PIL.Image.Image, file: Path):
+    """Written aside and renamed, so that a file with that name is always whole."""
+    part = file.with_suffix(".part")
+    image.save(part, format="PNG")
+    os.replace(part, file)
+
+
+def _grid(images: list[PIL.Image.Image], columns: int | None) -> PIL.Image.Image:
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    width, height = images[0].size
+    grid = PIL.Image.new(images[0].mode, (columns * width, math.ceil(len(images) / columns) * height))
+    for k, image in enumerate(images):
+        grid.paste(image, (k % columns * width, k // columns * height))
+    return grid

@@ -1,0 +1,129 @@
+"""Push models and pipelines to the Hub, with a card that says how they are scaled."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers import DiffusionPipeline, ModelMixin
+from huggingface_hub import HfApi
+
+from scalelong_diffusers.hub import find_file, hub_errors_as_sentences
+from scalelong_diffusers.model_card import SAMPLES, CardFacts, make_card
+
+
+_LOADER = '''\
+"""Lets diffusers load what is here with trust_remote_code=True, without anything being imported before."""
+
+try:
+    from scalelong_diffusers import {names}  # noqa: F401
+except ImportError as error:
+    raise ImportError("this model needs the package scalelong-diffusers: pip install scalelong-diffusers") from error
+'''
+
+
+def push_to_hub(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    repo_id: str,
+    commit_message: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    create_pr: bool = False,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    card: CardFacts | Mapping[str, Any] | None = None,
+    loader_files: bool = False,
+    **save_options,
+) -> str:
+    """
+    Push a model or a pipeline, ours or a stock one with a scaled U-Net in it, and return the address of the commit.
+
+    Args:
+        repo_id: `user/name`; the repository is made where there is none.
+        private: whether a repository that is made is private.
+        create_pr: open a pull request instead of writing to the branch.
+        revision: the branch, which is made where there is none; `main` by default.
+        subfolder: where in the repository; without a model card.
+        card: what the model card says beyond what the model tells: [`CardFacts`], or a dict of its fields.
+        loader_files: add small files with which `trust_remote_code=True` loads the repository without this package
+            being imported. Who loads it then has to pass that, also with the package.
+        save_options: of `save_pretrained`: `variant`, `max_shard_size`, `safe_serialization`.
+
+    ```python
+    push_to_hub(pipe, "user/my-model", card={"training_data": "CIFAR-10", "samples": grid})
+    ```
+    """
+    card = CardFacts.parse(card)
+    if create_pr and revision is not None:
+        raise ValueError(f"a pull request is opened against main: give create_pr or revision={revision!r}, not both")
+    api = HfApi(token=token)
+    with hub_errors_as_sentences(repo_id, revision), tempfile.TemporaryDirectory() as folder:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        model_or_pipeline.save_pretrained(folder, **save_options)
+        if loader_files:
+            add_loader_files(folder)
+        if subfolder is None:
+            write_model_card(model_or_pipeline, folder, repo_id, card, token, revision, loader_files)
+        return str(
+            api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                path_in_repo=subfolder,
+                commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
+                create_pr=create_pr,
+                revision=revision,
+            )
+        )
+
+
+def write_model_card(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    folder: str | os.PathLike,
+    repo_id: str,
+    facts: CardFacts | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    loader_files: bool = False,
+):
+    """Write the card, and the picture of samples, into a folder that is about to be uploaded."""
+    facts = facts or CardFacts()
+    previous = find_file(repo_id, "README.md", token=token, revision=revision)
+    if facts.samples is not None:
+        facts.samples.save(os.path.join(folder, SAMPLES))
+    text = None if previous is None else Path(previous).read_text(encoding="utf-8")
+    load_options = ({"revision": revision} if revision else {}) | ({"trust_remote_code": True} if loader_files else {})
+    card = make_card(model_or_pipeline, repo_id, facts, text, load_options)
+    card.save(os.path.join(folder, "README.md"))
+
+
+def add_loader_files(folder: str | os.PathLike):
+    """Add to a saved model or pipeline what makes `trust_remote_code=True` find its classes in this package."""
+    index_file = Path(folder, DiffusionPipeline.config_name)
+    if not index_file.is_file():
+        config_file = Path(folder, ModelMixin.config_name)
+        config = json.loads(config_file.read_text())
+        name = config["_class_name"]
+        _write_loader(Path(folder, "loader.py"), [name])
+        _write_json(config_file, {**config, "auto_map": {"AutoModel": f"loader.{name}"}})
+        return
+    index = json.loads(index_file.read_text())
+    for component, entry in index.items():
+        if isinstance(entry, list) and entry[0] == "scalelong_diffusers":
+            # diffusers looks in the component's folder for a file with the name of its library.
+            _write_loader(Path(folder, component, "scalelong_diffusers.py"), [entry[1]])
+    name = index["_class_name"]
+    if name.startswith("ScaleLong"):
+        _write_loader(Path(folder, "pipeline.py"), [name])
+        _write_json(index_file, {**index, "_class_name": ["pipeline", name]})
+
+
+def _write_loader(file: Path, names: list[str]):
+    file.write_text(_LOADER.format(names=", ".join(names)))
+
+
+def _write_json(file: Path, content: dict[str, Any]):
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
