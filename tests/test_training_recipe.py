@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -52,10 +51,7 @@ def test_and_over_two_processes(sd, recipe, tmp_path):
     base = tmp_path / "base"
     sd.build().save_pretrained(base / "unet")
     recipe.train(base, tmp_path / "unbroken", "learnable", until=recipe.STEPS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [*launch, SCRIPT, base, tmp_path, "learnable"], check=True, env=environment, capture_output=True, timeout=240
