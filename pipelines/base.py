@@ -14,8 +14,10 @@ from scalelong_diffusers.pipelines.fitting import (
     Autoencoder,
     Denoiser,
     bare_model,
+    check_channels,
     check_scheduler,
     check_size,
+    check_tensor,
     conditions_of,
     size_multiple,
     takes_text,
@@ -64,6 +66,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         self, unet: Denoiser, scheduler: SchedulerMixin, vae: Autoencoder | None, latent_scale: float | None, **others
     ):
         self._check_unet(unet)
+        check_channels(bare_model(unet), vae)
         check_scheduler(scheduler, bare_model(unet))
         if latent_scale is not None and not (isinstance(latent_scale, numbers.Real) and latent_scale > 0):
             raise ValueError(
@@ -203,6 +206,8 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         latents: torch.Tensor | None,
     ) -> torch.Tensor:
         model, factor = bare_model(self.unet), vae_factor(self.vae)
+        if latents is not None:
+            check_tensor("latents", latents)
         if latents is not None and latents.ndim == 4:
             height, width = height or latents.shape[2] * factor, width or latents.shape[3] * factor
         height, width = self._image_size(height, width)

@@ -159,7 +159,11 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
 def _class_names(names: Sequence[str] | Mapping[str, str] | None, num_classes: int) -> dict[str, str] | None:
     if names is None:
         return None
+    if isinstance(names, str) or not isinstance(names, Mapping | Sequence):
+        raise TypeError(f"class_names must be a list of texts, or a dict from number to text; got {names!r}")
     numbered = names if isinstance(names, Mapping) else dict(enumerate(names))
+    if wrong := [name for name in numbered.values() if not isinstance(name, str)]:
+        raise TypeError(f"class_names must be texts, got {wrong[0]!r}")
     numbered = {str(i): name for i, name in numbered.items()}
     if set(numbered) != {str(i) for i in range(num_classes)}:
         raise ValueError(

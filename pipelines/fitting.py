@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 from diffusers import (
     AsymmetricAutoencoderKL,
     AutoencoderKL,
@@ -114,6 +115,26 @@ def check_size(name: str, value: int, multiple: int):
             f"{name}={value} does not fit this model, whose images are multiples of {multiple} pixels; the nearest: "
             f"{nearest}"
         )
+
+
+def check_channels(model: nn.Module, vae: Autoencoder | None):
+    """Refuse a model whose output is not of its sample's kind, and a vae of other latents."""
+    name, channels, out_channels = type(model).__name__, model.config.in_channels, model.config.out_channels
+    # A U-ViT without out_channels returns as many as it takes.
+    if out_channels not in (None, channels, 2 * channels):
+        raise ValueError(
+            f"this {name} has in_channels={channels} and out_channels={out_channels}; accepted: {channels}, or "
+            f"{2 * channels} with a variance"
+        )
+    if vae is not None and vae.config.latent_channels != channels:
+        raise ValueError(
+            f"the vae's latents have {vae.config.latent_channels} channels, but this {name} takes {channels}"
+        )
+
+
+def check_tensor(name: str, value: torch.Tensor):
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got a {type(value).__name__}")
 
 
 def check_scheduler(scheduler: SchedulerMixin, model: nn.Module):

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from json import JSONDecodeError
 from typing import Any
 
 from diffusers import DiffusionPipeline
@@ -18,6 +19,11 @@ def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[s
         raise ValueError(
             f"{source} is no pipeline: it has no {DiffusionPipeline.config_name}; a pipeline is what its "
             "save_pretrained wrote"
+        )
+    if "_class_name" not in index:
+        raise ValueError(
+            f"{source} is no pipeline: its {DiffusionPipeline.config_name} has no _class_name, which save_pretrained "
+            "writes into it"
         )
     return index
 
@@ -40,19 +46,20 @@ def check_components(pipeline_class: type[DiffusionPipeline], source: str | os.P
 
 @contextmanager
 def damage_as_sentence(source: str | os.PathLike):
-    """Name a file of weights that ends too early. diffusers and transformers each have their way of reporting one."""
+    """Name what ends too early, weights or JSON. diffusers and transformers each have their way of reporting one."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if not _stems_from(error, SafetensorError):
+    except (OSError, SafetensorError, JSONDecodeError) as error:
+        if not _stems_from(error, (SafetensorError, JSONDecodeError)):
             raise
+        what = "weights" if _stems_from(error, SafetensorError) else "JSON files"
         # force_download does not help: diffusers takes it for the configs of a pipeline alone.
         advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
         said = " ".join(str(error).split())
         raise OSError(
-            f"the weights in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
+            f"the {what} in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
         ) from error
 
 
-def _stems_from(error: BaseException | None, kind: type[BaseException]) -> bool:
+def _stems_from(error: BaseException | None, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
     return error is not None and (isinstance(error, kind) or _stems_from(error.__cause__ or error.__context__, kind))

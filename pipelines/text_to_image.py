@@ -6,7 +6,14 @@ from collections.abc import Sequence
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, bare_model, check_size, text_width
+from scalelong_diffusers.pipelines.fitting import (
+    Autoencoder,
+    Denoiser,
+    bare_model,
+    check_size,
+    check_tensor,
+    text_width,
+)
 from transformers import CLIPTextModel, CLIPTokenizer
 
 
@@ -124,6 +131,11 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         prompt_embeds = self._embeds("prompt", prompt, prompt_embeds)
         if do_classifier_free_guidance:
             if negative_prompt is None and negative_prompt_embeds is None:
+                if self.text_encoder is None:
+                    raise ValueError(
+                        "guidance needs a text to lead away from, which this pipeline has no text_encoder to read; "
+                        "give negative_prompt_embeds, or guidance_scale=1"
+                    )
                 negative_prompt = ""
             negative_prompt_embeds = self._embeds("negative_prompt", negative_prompt, negative_prompt_embeds)
             if len(negative_prompt_embeds) == 1:
@@ -142,6 +154,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
             raise ValueError(f"give either {name} or {name}_embeds; {given} given")
         if embeds is None:
             embeds = self._encode(_checked_prompts(name, prompt))
+        check_tensor(f"{name}_embeds", embeds)
         width = text_width(bare_model(self.unet))
         if embeds.ndim != 3 or embeds.shape[2] != width:
             raise ValueError(f"{name}_embeds must be of shape (prompts, tokens, {width}), got {tuple(embeds.shape)}")
@@ -167,7 +180,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         return min(limits if context_length is None else [*limits, context_length])
 
     def _warn_of_what_is_cut(self, prompts: list[str], limit: int):
-        for ids in self.tokenizer(prompts).input_ids:
+        for ids in self.tokenizer(list(dict.fromkeys(prompts))).input_ids:
             if len(ids) > limit:
                 # The last token says that the text ends, and is kept.
                 cut = self.tokenizer.decode(ids[limit - 1 : -1])

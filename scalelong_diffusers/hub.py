@@ -88,11 +88,11 @@ def hub_errors_as_sentences(source: str | os.PathLike, revision: str | None = No
 class HubMixin:
     """Put in front of a model or pipeline of diffusers, it is pushed with a model card that says how it is scaled."""
 
-    def push_to_hub(self, repo_id: str, **options) -> str:
+    def push_to_hub(self, repo_id: str, *args, **options) -> str:
         """Push to the Hub. [`scalelong_diffusers.push_to_hub`] says what the options are."""
         from scalelong_diffusers.sharing import push_to_hub  # which stands on all that can be shared
 
-        return push_to_hub(self, repo_id, **options)
+        return push_to_hub(self, repo_id, *args, **options)
 
     def _upload_folder(self, working_dir, repo_id, token=None, **options):
         # `save_pretrained(push_to_hub=True)` of diffusers ends here, after it wrote a card of its own.

@@ -1,16 +1,19 @@
 """The model card: what is known of a model, written anew at each push between two marks; the rest is the owner's."""
 
+import inspect
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import ModelCard, ModelCardData
 
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.pipelines.fitting import bare_model, conditions_of
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -29,9 +32,10 @@ _SCALINGS = {
     "ls": f"Each long skip is multiplied by what a small gate makes of it: learnable scaling (LS) {_OF_PAPER}.",
     "learnable": f"Each long skip is multiplied by a learned number, a variant {_OF_PAPER}.",
 }
-# Where the image comes from decides under which task the Hub lists the model. It has none for classes.
-_CONDITIONS = {
-    "prompt": ("text-to-image", '"a photograph"'),
+# By what a model is told what to draw: the task under which the Hub lists it, which has none for classes, and the
+# argument of a pipeline's call.
+_USES = {
+    "encoder_hidden_states": ("text-to-image", '"a photograph"'),
     "class_labels": ("unconditional-image-generation", "0"),
     None: ("unconditional-image-generation", ""),
 }
@@ -83,10 +87,12 @@ def make_card(
 
     `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
     """
-    card = ModelCard(previous or "---\n{}\n---\n")
-    _complete_metadata(card.data, _condition_of(model_or_pipeline), facts)
+    card = _card_of(previous, repo_id) if previous else ModelCard("---\n{}\n---\n")
+    _complete_metadata(card.data, _use_of(model_or_pipeline), facts)
     generated = "\n".join([START, *_sections(model_or_pipeline, repo_id, facts, load_options or {}), END])
-    marked = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
+    # From the last mark that an end follows: where somebody removed an end, the text after it is theirs.
+    start, end = re.escape(START), re.escape(END)
+    marked = re.compile(f"{start}(?:(?!{start}).)*?{end}", re.DOTALL)
     if marked.search(card.text):
         card.text = marked.sub(lambda _: generated, card.text, count=1)
     else:
@@ -94,25 +100,38 @@ def make_card(
     return card
 
 
-def _complete_metadata(data: ModelCardData, condition: str | None, facts: CardFacts):
+def _card_of(text: str, repo_id: str) -> ModelCard:
+    try:
+        return ModelCard(text)
+    except (yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"the README.md of {repo_id} begins with metadata that can not be read: {said}") from error
+
+
+def _complete_metadata(data: ModelCardData, use: tuple[str, str] | None, facts: CardFacts):
     data.library_name = "diffusers"
     data.tags = list(dict.fromkeys([*(data.tags or []), *TAGS]))
-    data.pipeline_tag = data.pipeline_tag or _CONDITIONS[condition][0]
+    data.pipeline_tag = data.pipeline_tag or (use and use[0])
     data.license = facts.license or data.license
 
 
-def _condition_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> str | None:
-    """The argument of the pipeline's call that says what to draw."""
+def _use_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> tuple[str, str] | None:
+    """The task and the argument of `_USES`; None where more than text or a class is needed."""
+    conditions = set(conditions_of(_model_of(model_or_pipeline)))
+    condition = next((name for name in _USES if name in conditions), None)
+    if "image_embeds" in conditions or (conditions and condition is None):
+        return None
     if isinstance(model_or_pipeline, DiffusionPipeline):
-        names = model_or_pipeline.components
-        config = model_or_pipeline.unet.config
-        if "text_encoder" in names:
-            return "prompt"
-    else:
-        config = model_or_pipeline.config
-        if config.get("cross_attention_dim") is not None:
-            return "prompt"
-    return "class_labels" if config.get("num_class_embeds") is not None else None
+        needs_image = "image" in inspect.signature(type(model_or_pipeline).__call__).parameters
+        has_encoder = model_or_pipeline.components.get("text_encoder") is not None
+        if needs_image or (condition == "encoder_hidden_states" and not has_encoder):
+            return None
+    return _USES[condition]
+
+
+def _model_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> ModelMixin:
+    is_pipeline = isinstance(model_or_pipeline, DiffusionPipeline)
+    return bare_model(model_or_pipeline.unet if is_pipeline else model_or_pipeline)
 
 
 def _sections(
@@ -135,7 +154,7 @@ def _sections(
         "## Skip scaling",
         "",
     ]
-    skips = skip_connections(model_or_pipeline)
+    skips = skip_connections(_model_of(model_or_pipeline))
     lines += [_scaling_sentence(skips.config), "", "```text", str(skips), "```", ""]
     lines += _table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})})
     lines += _table("Results", facts.metrics or {})
@@ -165,14 +184,9 @@ def _snippet(
     )
     if not isinstance(model_or_pipeline, DiffusionPipeline):
         return [*imports, "", f"model = {name}.from_pretrained({source})"]
-    argument = _CONDITIONS[_condition_of(model_or_pipeline)][1]
-    return [
-        *imports,
-        "",
-        f"pipe = {name}.from_pretrained({source})",
-        f"image = pipe({argument}).images[0]",
-        'image.save("image.png")',
-    ]
+    loading = [*imports, "", f"pipe = {name}.from_pretrained({source})"]
+    use = _use_of(model_or_pipeline)
+    return loading if use is None else [*loading, f"image = pipe({use[1]}).images[0]", 'image.save("image.png")']
 
 
 def _literal(value: Any) -> str:
@@ -183,4 +197,9 @@ def _table(title: str, rows: Mapping[str, Any]) -> list[str]:
     known = {name: value for name, value in rows.items() if value is not None}
     if not known:
         return []
-    return [f"## {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in known.items()), ""]
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in known.items()]
+    return [f"## {title}", "", "| | |", "|---|---|", *lines, ""]
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).splitlines()).replace("|", "\\|")

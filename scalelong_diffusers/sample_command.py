@@ -34,6 +34,16 @@ def add_sample_command(commands: argparse._SubParsersAction):
 
 
 def _sample(arguments: argparse.Namespace) -> int:
+    try:
+        made = _make_images(arguments)
+    except KeyboardInterrupt:
+        print(f"scalelong: interrupted; the same command makes the images that {arguments.out} lacks", file=sys.stderr)
+        return 130
+    print(f"{arguments.out}: {arguments.n} images, {made} of them new, and a grid of them")
+    return 0
+
+
+def _make_images(arguments: argparse.Namespace) -> int:
     # They bring in transformers, which the other commands do without.
     import torch
 
@@ -45,13 +55,7 @@ def _sample(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, arguments.dtype)
     pipe = load_pipeline(arguments.model, revision=arguments.revision, dtype=dtype)
     pipe.to(_device(arguments.device))
-    try:
-        made = sample_to_folder(pipe, settings, arguments.out, arguments.n, arguments.batch_size)
-    except KeyboardInterrupt:
-        print(f"scalelong: interrupted; the same command makes the images that {arguments.out} lacks", file=sys.stderr)
-        return 130
-    print(f"{arguments.out}: {arguments.n} images, {made} of them new, and a grid of them")
-    return 0
+    return sample_to_folder(pipe, settings, arguments.out, arguments.n, arguments.batch_size)
 
 
 def _device(name: str | None):

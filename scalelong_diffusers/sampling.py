@@ -6,6 +6,7 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from diffusers import SchedulerMixin
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
@@ -37,6 +40,8 @@ SCHEDULERS = {
 SETTINGS_FILE = "sample.json"
 GRID_FILE = "grid.png"
 GRID_IMAGES = 64
+# Where the model was, which is kept for people alone: its checksums say whether it is the same.
+NOTED_ONLY = ("model", "revision")
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
     conditions = _conditions(pipe, settings)
     if settings.scheduler is not None:
         pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
-    _check_settings(folder, {**dataclasses.asdict(settings), "weights": _fingerprint(pipe.unet)})
+    _check_settings(folder, {**dataclasses.asdict(settings), **_checksums(pipe)})
     missing = [k for k in range(n) if not _image_file(folder, k).is_file()]
     pipe.set_progress_bar_config(disable=True)
     layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
@@ -148,29 +153,55 @@ def _make(
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]):
-    """Note the settings in a new folder; in one that has them, they have to be the same."""
+    """Note the settings in a folder without images; in one that has some, they have to be the same."""
     file = folder / SETTINGS_FILE
-    if not file.is_file():
-        if folder.is_dir() and any(folder.glob("*.png")):
-            raise ValueError(f"{folder} has images, but no {SETTINGS_FILE} that says how they were made: take another")
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings, indent=2) + "\n")
+    if any(folder.glob("*.png")) and not file.is_file():
+        raise ValueError(f"{folder} has images, but no {SETTINGS_FILE} that says how they were made: take another")
+    # Settings without images may be those of a call that was refused, and count for nothing.
+    if any(folder.glob(f"{'[0-9]' * 6}*.png")):
+        _check_same(folder, read_json(folder, SETTINGS_FILE), settings)
         return
-    before = json.loads(file.read_text())
-    for name, value in settings.items():
-        if before[name] != value:
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(settings, indent=2) + "\n")
+    os.replace(part, file)
+
+
+def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):
+    for name in {**settings, **before}:
+        if name not in NOTED_ONLY and before.get(name) != settings.get(name):
             raise ValueError(
-                f"{folder} has images that were made with {name} {before[name]!r}, not {value!r}: give another --out, "
-                "or delete it"
+                f"{folder} has images that were made with {name} {before.get(name)!r}, not {settings.get(name)!r}: "
+                "give another --out, or delete it"
             )
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """Tells the weights of two checkpoints apart that were saved to the same folder."""
-    checksum = 0
-    for weights in model.state_dict().values():
-        checksum = zlib.crc32(weights.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
+def _checksums(pipe: SamplingPipeline) -> dict[str, str]:
+    """Tells pipelines apart, also two of the same folder: one for each component, one for the rest."""
+    components = {name: component for name, component in pipe.components.items() if component is not None}
+    checksums = {f"{name}_checksum": _checksum(component) for name, component in components.items()}
+    own = {name: value for name, value in pipe.config.items() if name not in pipe.components}
+    return {**checksums, "pipeline_checksum": f"{_checksum_of_config(own):08x}"}
+
+
+def _checksum(component: nn.Module | SchedulerMixin | PreTrainedTokenizerBase) -> str:
+    if isinstance(component, PreTrainedTokenizerBase):
+        config = {"vocabulary": component.get_vocab(), "model_max_length": component.model_max_length}
+    elif isinstance(component, PreTrainedModel):
+        config = component.config.to_dict()
+    else:
+        config = dict(component.config)
+    checksum = _checksum_of_config({**config, "class": type(component).__name__})
+    if isinstance(component, nn.Module):
+        for weights in component.state_dict().values():
+            checksum = zlib.crc32(weights.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
     return f"{checksum:08x}"
+
+
+def _checksum_of_config(config: Mapping[str, Any]) -> int:
+    # What a config says of where it was loaded from, and by which version, says nothing of the images.
+    told = {name: value for name, value in config.items() if name[0] != "_" and name != "transformers_version"}
+    return zlib.crc32(json.dumps(told, sort_keys=True, default=str).encode())
 
 
 def _image_file(folder: Path, k: int) -> Path:

@@ -58,16 +58,22 @@ def push_to_hub(
     card = CardFacts.parse(card)
     if create_pr and revision is not None:
         raise ValueError(f"a pull request is opened against main: give create_pr or revision={revision!r}, not both")
+    load_options = {"revision": revision, "variant": save_options.get("variant"), "trust_remote_code": loader_files}
+    load_options = {name: value for name, value in load_options.items() if value}
     api = HfApi(token=token)
     with hub_errors_as_sentences(repo_id, revision), tempfile.TemporaryDirectory() as folder:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        # What can fail here comes before anything is made on the Hub. The card is written for that alone: what it
+        # keeps of the previous one is known only once the repository is there.
         model_or_pipeline.save_pretrained(folder, **save_options)
         if loader_files:
             add_loader_files(folder)
         if subfolder is None:
-            write_model_card(model_or_pipeline, folder, repo_id, card, token, revision, loader_files)
+            _write_card(model_or_pipeline, folder, repo_id, card, None, load_options)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        if subfolder is None:
+            write_model_card(model_or_pipeline, folder, repo_id, card, token, load_options)
         return str(
             api.upload_folder(
                 repo_id=repo_id,
@@ -86,18 +92,31 @@ def write_model_card(
     repo_id: str,
     facts: CardFacts | None = None,
     token: str | None = None,
-    revision: str | None = None,
-    loader_files: bool = False,
+    load_options: Mapping[str, Any] | None = None,
 ):
-    """Write the card, and the picture of samples, into a folder that is about to be uploaded."""
-    facts = facts or CardFacts()
-    previous = find_file(repo_id, "README.md", token=token, revision=revision)
+    """
+    Write the card, and the picture of samples, into a folder that is about to be uploaded.
+
+    `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
+    """
+    load_options = load_options or {}
+    previous = find_file(repo_id, "README.md", token=token, revision=load_options.get("revision"))
+    text = None if previous is None else Path(previous).read_text(encoding="utf-8")
+    _write_card(model_or_pipeline, folder, repo_id, facts or CardFacts(), text, load_options)
+
+
+def _write_card(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    folder: str | os.PathLike,
+    repo_id: str,
+    facts: CardFacts,
+    previous: str | None,
+    load_options: Mapping[str, Any],
+):
+    card = make_card(model_or_pipeline, repo_id, facts, previous, load_options)
+    card.save(os.path.join(folder, "README.md"))
     if facts.samples is not None:
         facts.samples.save(os.path.join(folder, SAMPLES))
-    text = None if previous is None else Path(previous).read_text(encoding="utf-8")
-    load_options = ({"revision": revision} if revision else {}) | ({"trust_remote_code": True} if loader_files else {})
-    card = make_card(model_or_pipeline, repo_id, facts, text, load_options)
-    card.save(os.path.join(folder, "README.md"))
 
 
 def add_loader_files(folder: str | os.PathLike):

@@ -136,6 +136,31 @@ def test_the_card_is_kept_up_to_date_and_its_snippets_work_when_pasted(hub, tmp_
         (tmp_path / "image.png").unlink(missing_ok=True)
 
 
+COMPILED = (
+    COMMON
+    + """
+from huggingface_hub import HfApi
+
+pipe = classes()
+expected = drawn(pipe, "dog")
+pipe.unet = torch.compile(pipe.unet)
+pipe.push_to_hub("tester/compiled", "a message", variant="ema")
+print(drawn(load_pipeline("tester/compiled", variant="ema"), "dog") == expected)
+card = open(HfApi().hf_hub_download("tester/compiled", "README.md")).read()
+print('from_pretrained("tester/compiled", variant="ema")' in card)
+for card in {"samples": 3}, {"metrics": [1]}:
+    try:
+        pipe.push_to_hub("tester/refused", card=card)
+    except AttributeError as error:
+        print(HfApi().repo_exists("tester/refused"))
+"""
+)
+
+
+def test_a_compiled_model_and_a_variant_are_pushed_and_a_bad_fact_leaves_no_repository(hub):
+    assert hub(COMPILED).stdout.splitlines() == ["True", "True", "False", "False"]
+
+
 WITH_LOADERS = (
     COMMON
     + """

@@ -1,13 +1,22 @@
 """The model card: what it says of a model, and that what people write into it stays."""
 
 import pytest
-from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, StableDiffusionPipeline
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 from huggingface_hub import ModelCard
 from PIL import Image
 
 from scalelong_diffusers import (
     CardFacts,
     ScaleLongClassConditionalPipeline,
+    ScaleLongTextToImagePipeline,
+    ScaleLongUNet2DConditionModel,
     UViTModel,
     apply_skip_scaling,
     skip_connections,
@@ -104,6 +113,42 @@ class TestSnippet:
     def test_of_a_model(self):
         assert 'model = UViTModel.from_pretrained("user/model")\n' in make_card(uvit(), "user/model", CardFacts()).text
 
+    def test_of_a_pipeline_that_needs_an_image_it_ends_after_loading(self, tiny_stable_diffusion):
+        apply_skip_scaling(tiny_stable_diffusion, "cs")
+        pipe = StableDiffusionImg2ImgPipeline(**tiny_stable_diffusion.components, requires_safety_checker=False)
+        card = make_card(pipe, "user/model", CardFacts())
+        assert 'pipe = StableDiffusionImg2ImgPipeline.from_pretrained("user/model")\n```' in card.text
+        assert card.data.pipeline_tag is None
+
+    def test_so_it_does_of_a_pipeline_of_text_that_can_not_read(self, tiny_clip):
+        unet = uvit(cross_attention_dim=16, context_length=12)
+        card = make_card(ScaleLongTextToImagePipeline(unet, DDIMScheduler()), "user/model", CardFacts())
+        assert 'pipe = ScaleLongTextToImagePipeline.from_pretrained("user/model")\n```' in card.text
+        assert card.data.pipeline_tag is None
+        whole = make_card(ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip), "user/model", CardFacts())
+        assert 'pipe("a photograph")' in whole.text
+
+
+@pytest.mark.parametrize(
+    ("attention", "tag"), [("CrossAttn", "text-to-image"), ("", "unconditional-image-generation")]
+)
+def test_a_model_is_of_text_where_a_block_attends_to_it(attention, tag):
+    blocks = {"down_block_types": (f"{attention}DownBlock2D",), "up_block_types": (f"{attention}UpBlock2D",)}
+    sizes = {"block_out_channels": (16,), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 16}
+    model = ScaleLongUNet2DConditionModel(**blocks, **sizes, mid_block_type=None, attention_head_dim=4)
+    assert make_card(model, "user/model", CardFacts()).data.pipeline_tag == tag
+
+
+def test_a_compiled_unet_is_seen_through(pipe):
+    expected = str(make_card(pipe, "user/model", CardFacts()))
+    pipe.unet = torch.compile(pipe.unet)
+    assert str(make_card(pipe, "user/model", CardFacts())) == expected
+
+
+def test_a_table_keeps_its_shape_whatever_is_in_it():
+    text = make_card(uvit(), "user/model", CardFacts(metrics={"FID | IS": "2.9\n| 9.1"})).text
+    assert "| FID \\| IS | 2.9 \\| 9.1 |\n" in text
+
 
 class TestTextOfPeople:
     def test_it_stays_around_what_is_written_anew(self, pipe):
@@ -128,6 +173,22 @@ class TestTextOfPeople:
         once = str(make_card(pipe, "user/model", CardFacts()))
         assert str(make_card(pipe, "user/model", CardFacts(), previous=once)) == once
         assert str(ModelCard(once)) == once
+
+    def test_it_stays_where_the_mark_of_the_end_was_removed(self, pipe):
+        first = str(make_card(pipe, "user/model", CardFacts(metrics={"FID": 9.9})))
+        previous = first.replace("<!-- scalelong: end -->", "On bias.")
+        for fid in (3.1, 2.7):
+            previous = str(make_card(pipe, "user/model", CardFacts(metrics={"FID": fid}), previous=previous))
+        assert "On bias." in previous
+        assert "| FID | 2.7 |" in previous
+        assert "3.1" not in previous
+
+    def test_metadata_that_can_not_be_read_is_refused_with_the_name_of_the_card(self, pipe):
+        with pytest.raises(
+            ValueError, match=r"^the README\.md of user/model begins with metadata that can not"
+        ) as error:
+            make_card(pipe, "user/model", CardFacts(), previous="---\ntags: [a\n---\nMy model.\n")
+        assert "\n" not in str(error.value)
 
 
 def test_an_unknown_fact_is_met_with_the_one_that_was_meant():

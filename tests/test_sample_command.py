@@ -161,6 +161,16 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(sample, nothing, tmp_path, 
     assert printed == f"{out}: {len(before) + 1} images, 1 of them new, and a grid of them\n"
 
 
+def test_a_run_that_is_stopped_while_it_loads_says_the_same(sample, nothing, tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scalelong_diffusers.pipelines, "load_pipeline", interrupted)
+    code, _, complaint = sample(nothing, "--out", tmp_path / "out")
+    assert code == 130
+    assert complaint.startswith("scalelong: interrupted; ")
+
+
 class TestFoldersOfOtherImages:
     def test_other_settings_are_refused_and_named(self, sample, nothing, tmp_path):
         out = tmp_path / "out"
@@ -173,7 +183,56 @@ class TestFoldersOfOtherImages:
         out = tmp_path / "out"
         sample(nothing, "--out", out, "-n", 2, *FAST)
         ScaleLongUnconditionalPipeline(uvit(seed=1), DDIMScheduler()).save_pretrained(nothing)
-        assert "has images that were made with weights '" in sample(nothing, "--out", out, "-n", 2, *FAST)[2]
+        assert "has images that were made with unet_checksum '" in sample(nothing, "--out", out, "-n", 2, *FAST)[2]
+
+    def test_so_is_another_scheduler_in_the_same_place(self, sample, nothing, tmp_path):
+        out = tmp_path / "out"
+        sample(nothing, "--out", out, "-n", 2, *FAST)
+        DDIMScheduler(beta_end=0.03).save_pretrained(nothing / "scheduler")
+        code, _, complaint = sample(nothing, "--out", out, "-n", 2, *FAST)
+        assert code == 2
+        assert f"{out} has images that were made with scheduler_checksum '" in complaint
+
+    def test_and_another_scale_of_latents(self, sample, nothing, tmp_path):
+        out = tmp_path / "out"
+        sample(nothing, "--out", out, "-n", 2, *FAST)
+        index = nothing / "model_index.json"
+        index.write_text(json.dumps({**json.loads(index.read_text()), "latent_scale": 0.5}))
+        complaint = sample(nothing, "--out", out, "-n", 2, *FAST)[2]
+        assert f"{out} has images that were made with pipeline_checksum '" in complaint
+
+    def test_the_same_model_in_another_place_is_not(self, sample, tiny_clip, tmp_path):
+        unet = uvit(cross_attention_dim=16, context_length=12)
+        ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip).save_pretrained(tmp_path / "text")
+        flags = ["--out", tmp_path / "out", *FAST, "--prompt", "a red circle"]
+        assert sample(tmp_path / "text", "-n", 1, *flags)[0] == 0
+        (tmp_path / "text").rename(tmp_path / "moved")
+        code, printed, complaint = sample(tmp_path / "moved", "-n", 2, *flags)
+        assert code == 0, complaint
+        assert "1 of them new" in printed
+
+    def test_a_call_that_was_refused_leaves_nothing_to_compare_with(self, sample, nothing, tmp_path):
+        out = tmp_path / "out"
+        assert sample(nothing, "--out", out, "-n", 1, *FAST, "--width", 13)[0] == 2
+        assert sample(nothing, "--out", out, "-n", 1, *FAST, "--width", 12)[0] == 0
+        assert json.loads((out / "sample.json").read_text())["width"] == 12
+
+    @pytest.mark.parametrize(
+        ("written", "message"),
+        [
+            ('{"model": "x', "sample.json is not valid JSON"),
+            ("[]", "sample.json is not the config of"),
+            ("{}", "made with steps None, not 2"),
+        ],
+    )
+    def test_a_damaged_or_older_note_is_refused(self, sample, nothing, tmp_path, written, message):
+        out = tmp_path / "out"
+        sample(nothing, "--out", out, "-n", 1, *FAST)
+        (out / "sample.json").write_text(written)
+        code, _, complaint = sample(nothing, "--out", out, "-n", 2, *FAST)
+        assert code == 2
+        assert message in complaint
+        assert "Traceback" not in complaint
 
     def test_so_are_images_of_unknown_origin(self, sample, nothing, tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / "holiday.png")

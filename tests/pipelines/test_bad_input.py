@@ -78,6 +78,13 @@ CALLS = {
     "latents of other dimensions": ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must be of shape (1,"),
     "no images": ("nothing", [0], {}, "batch_size must be a whole number of at least 1, got 0"),
     "images of a prompt": ("text", ["a"], {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole numbe"),
+    "latents that are no tensor": ("nothing", [], {"latents": [[0.0]]}, "latents must be a tensor, got a list"),
+    "embeds that are no tensor": (
+        "text", [], {"prompt_embeds": [[0.0]]}, "prompt_embeds must be a tensor, got a list",
+    ),
+    "guidance without an encoder": (
+        "embeds", [], {"prompt_embeds": torch.zeros(1, 12, 16)}, "give negative_prompt_embeds, or guidance_scale=1",
+    ),
     "steps": ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be a whole number of at least 1,"),
     "timesteps and sigmas": (
         "nothing", [], {"timesteps": [1], "sigmas": [1.0]}, "timesteps and sigmas were both given; the scheduler take",
@@ -174,6 +181,16 @@ class TestComponents:
         with pytest.raises(ValueError, match=r"hidden states are 16 wide, but this UViTModel takes 24"):
             ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip)
 
+    def test_a_model_whose_output_is_of_another_kind(self, build):
+        unet = build("UNet2DModel", "nothing", in_channels=4, out_channels=3)
+        with pytest.raises(ValueError, match=r"in_channels=4 and out_channels=3; accepted: 4, or 8 with a variance"):
+            ScaleLongUnconditionalPipeline(unet, DDIMScheduler())
+
+    def test_a_vae_of_other_latents(self, build, tiny_vae):
+        unet = build("UNet2DModel", "nothing")
+        with pytest.raises(ValueError, match=r"the vae's latents have 4 channels, but this UNet2DModel takes 3"):
+            ScaleLongUnconditionalPipeline(unet, DDIMScheduler(), vae=tiny_vae)
+
     @pytest.mark.parametrize("scale", [0, -1.0, "0.18"])
     def test_a_scale_of_latents(self, build, scale):
         with pytest.raises(ValueError, match=r"latent_scale must be a number above 0, or None"):
@@ -199,6 +216,11 @@ class TestComponents:
         with pytest.raises(ValueError, match=r"class_names must name the classes 0\.\.4 of the model"):
             ScaleLongClassConditionalPipeline(build("UViTModel", "classes"), DDIMScheduler(), class_names=names)
 
+    @pytest.mark.parametrize("names", ["abcde", [1, 2, 3, 4, 5], 5, {"a"}])
+    def test_names_that_are_no_texts(self, build, names):
+        with pytest.raises(TypeError, match=r"class_names must be "):
+            ScaleLongClassConditionalPipeline(build("UViTModel", "classes"), DDIMScheduler(), class_names=names)
+
 
 class TestFolders:
     @pytest.fixture
@@ -221,6 +243,12 @@ class TestFolders:
     def test_a_damaged_index(self, load, folder):
         (folder / "model_index.json").write_text("{")
         with pytest.raises(ValueError, match=r"model_index.json is not valid JSON"):
+            load(folder)
+
+    @pytest.mark.parametrize("load", LOADERS, ids=["class", "load_pipeline"])
+    def test_an_index_that_names_no_class(self, load, folder):
+        (folder / "model_index.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"is no pipeline: its model_index.json has no _class_name"):
             load(folder)
 
     def test_a_pipeline_without_the_component(self, folder):
@@ -253,6 +281,14 @@ class TestFolders:
         weights = tmp_path / "text_encoder" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
         with pytest.raises(OSError, match=r"are damaged, or were not downloaded to their end"):
+            load_pipeline(tmp_path)
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+    def test_a_half_downloaded_tokenizer(self, build, tiny_clip, tmp_path, name):
+        ScaleLongTextToImagePipeline(build("UViTModel", "text"), DDIMScheduler(), *tiny_clip).save_pretrained(tmp_path)
+        file = tmp_path / "tokenizer" / name
+        file.write_bytes(file.read_bytes()[:50])
+        with pytest.raises(OSError, match=r"^the JSON files in .* are damaged, or were not downloaded to their end"):
             load_pipeline(tmp_path)
 
     def test_what_is_neither_a_folder_nor_an_id(self):

@@ -81,7 +81,7 @@ class TestLongText:
     def test_what_is_cut_is_shown(self, pipe, generators, caplog):
         long = "a red circle " + "a red circle " * 2 + "red red a circle"
         with caplog.at_level(logging.WARNING, logger="scalelong_diffusers"):
-            cut = draw(pipe, [long, "a red circle"], generators(0, 1))
+            cut = draw(pipe, [long, "a red circle", long], generators(0, 1, 2))
         (record,) = [record for record in caplog.records if record.name.startswith("scalelong_diffusers")]
         assert "a prompt of 15 tokens is cut to 12" in record.getMessage()
         assert record.getMessage().endswith("this part of it is lost: 'red a circle'")
