@@ -10,6 +10,9 @@ import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
+from torch import nn
+
+from scalelong_diffusers.hub import HubMixin
 from scalelong_diffusers.pipelines.fitting import (
     Autoencoder,
     Denoiser,
@@ -25,9 +28,6 @@ from scalelong_diffusers.pipelines.fitting import (
     vae_factor,
 )
 from scalelong_diffusers.pipelines.source import check_components, damage_as_sentence
-from torch import nn
-
-from scalelong_diffusers.hub import HubMixin
 
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")

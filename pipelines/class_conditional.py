@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
-from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, bare_model, check_size
 
 from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
+from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, bare_model, check_size
 
 
 class ScaleLongClassConditionalPipeline(SamplingPipeline):

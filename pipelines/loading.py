@@ -4,13 +4,13 @@ import os
 from typing import Any
 
 from diffusers import ModelMixin
+
+from scalelong_diffusers.hub import DOWNLOAD_OPTIONS, read_json
 from scalelong_diffusers.pipelines.base import SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.source import pipeline_index
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.pipelines.unconditional import ScaleLongUnconditionalPipeline
-
-from scalelong_diffusers.hub import DOWNLOAD_OPTIONS, read_json
 
 
 PIPELINES = (ScaleLongUnconditionalPipeline, ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
+from transformers import CLIPTextModel, CLIPTokenizer
+
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
 from scalelong_diffusers.pipelines.fitting import (
     Autoencoder,
@@ -14,7 +16,6 @@ from scalelong_diffusers.pipelines.fitting import (
     check_tensor,
     text_width,
 )
-from transformers import CLIPTextModel, CLIPTokenizer
 
 
 logger = logging.getLogger(__name__)

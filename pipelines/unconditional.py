@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
+
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
 from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, check_size
 
