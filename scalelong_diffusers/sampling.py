@@ -1,7 +1,6 @@
 """What `scalelong sample` does: a folder of images, each of which depends on the seed and its own number alone."""
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.randomness import generator_for
 
 
 SCHEDULERS = {
@@ -86,12 +86,6 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
     return len(missing)
 
 
-def image_generator(seed: int, k: int) -> torch.Generator:
-    """The randomness of image k. Neighbouring seeds have nothing in common."""
-    digest = hashlib.sha256(f"{seed} {k}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
 def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
     """A scheduler for the noise that a model was trained with, which the current one knows."""
     if name not in SCHEDULERS:
@@ -147,7 +141,7 @@ def _make(
     return pipe(
         **arguments,
         num_inference_steps=settings.steps,
-        generator=[image_generator(settings.seed, k) for k in batch],
+        generator=[generator_for(settings.seed, k) for k in batch],
         callback_on_step_end=advance,
     ).images
 

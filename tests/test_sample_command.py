@@ -22,7 +22,8 @@ from scalelong_diffusers import (
     UViTModel,
 )
 from scalelong_diffusers.cli import main
-from scalelong_diffusers.sampling import SCHEDULERS, image_generator, scheduler_by_name
+from scalelong_diffusers.randomness import generator_for
+from scalelong_diffusers.sampling import SCHEDULERS, scheduler_by_name
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_the_classes_are_taken_in_turn_and_are_those_of_the_pipeline(sample, cla
     assert sample(classes, "--out", tmp_path / "some", "-n", 4, *FAST, "--class", "0", "dog", "7", "3")[0] == 0
     pipe = ScaleLongClassConditionalPipeline.from_pretrained(classes)
     for k in range(4):
-        drawn = pipe(k, num_inference_steps=2, generator=image_generator(0, k), output_type="np").images
+        drawn = pipe(k, num_inference_steps=2, generator=generator_for(0, k), output_type="np").images
         for folder in ("all", "some"):
             assert abs(pixels(tmp_path / folder, k) - (drawn[0] * 255).round()).max() <= 1, (folder, k)
 

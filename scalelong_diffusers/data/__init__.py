@@ -1,0 +1,1 @@
+"""A data set becomes batches."""
