@@ -1,0 +1,201 @@
+"""Streams of samples, each known by its position alone, and the batches that they are cut into."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from scalelong_diffusers.data.batch import Batch
+from scalelong_diffusers.data.draws import Draws
+from scalelong_diffusers.data.images import BadImage, Transform, to_pixel_values
+from scalelong_diffusers.data.sources import Source
+from scalelong_diffusers.randomness import generator_for
+
+
+class Rows(Protocol):
+    """What the samples of a stream are made from: the columns of a row, by its number."""
+
+    def read(self, index: int, draws: Draws) -> dict[str, Any]:
+        """Raises `BadImage` for a row that can not be used."""
+
+    def name(self, index: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Images with labels, captions, both or neither."""
+
+    source: Source
+    transform: Transform
+    needs_labels: bool
+    needs_captions: bool
+
+    def read(self, index: int, draws: Draws) -> dict[str, Any]:
+        row = {"pixel_values": self._pixels(index, draws)}
+        if self.needs_labels:
+            row["labels"] = int(self.source.labels[index])
+        if self.needs_captions:
+            captions = self.source.captions(index)
+            row["captions"] = captions[draws.below(len(captions), "caption")]
+        return row
+
+    def _pixels(self, index: int, draws: Draws) -> np.ndarray:
+        image = self.source.image(index)
+        try:
+            return self.transform(image, draws)
+        except ValueError as error:
+            raise BadImage(f"{self.name(index)} can not be used: {error}") from error
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+
+@dataclass(frozen=True)
+class Sample:
+    position: int
+    columns: dict[str, Any]
+    unreadable: list[str]
+
+
+class Stream(Dataset):
+    """
+    Samples by position: `stream[position]` is the same one in every process, whatever was read before.
+
+    Args:
+        name: draws are made for it.
+        rows: what samples are made from, and `indices` which of them belong to the stream.
+        seed: of the run.
+        endless: begin again and again, each time in another order; otherwise each row comes once, in the order given.
+        skip_bad: put the next readable row in the place of one that can not be read.
+    """
+
+    def __init__(self, name: str, rows: Rows, indices: np.ndarray, seed: int, endless: bool, skip_bad: bool):
+        self.name = name
+        self.rows = rows
+        self.indices = indices
+        self.seed = seed
+        self.endless = endless
+        self.skip_bad = skip_bad
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.indices)
+
+    def batches(
+        self,
+        batch_size: int,
+        first_step: int = 0,
+        num_steps: int | None = None,
+        accumulation: int = 1,
+        num_processes: int = 1,
+        rank: int = 0,
+        num_workers: int = 0,
+    ) -> DataLoader:
+        """
+        The batches of one process: `accumulation` of `batch_size` samples in each step.
+
+        All processes and accumulations together take neighbouring positions in a step, so that what is learned in it
+        does not depend on how many of them there are.
+        """
+        end = None if self.endless else self.num_samples
+        positions = Positions(batch_size, first_step, num_steps, accumulation, num_processes, rank, end)
+        return _Loader(
+            self,
+            batch_sampler=positions,
+            num_workers=num_workers,
+            collate_fn=self._collate,
+            worker_init_fn=_leave_signals_to_main_process,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # the loader draws from it; torch's own is left to dropout
+        )
+
+    def __getitem__(self, position: int) -> Sample:
+        epoch, place = divmod(position, self.num_samples)
+        order = _order(self.seed, epoch, self.num_samples) if self.endless else np.arange(self.num_samples)
+        draws = Draws(self.seed, self.name, position)
+        unreadable = []
+        for passed_over in range(self.num_samples):
+            index = int(self.indices[order[(place + passed_over) % self.num_samples]])
+            try:
+                return Sample(position, self.rows.read(index, draws), unreadable)
+            except BadImage as error:
+                if not self.skip_bad:
+                    raise error.with_advice() from error
+                unreadable.append(self.rows.name(index))
+        raise BadImage(f"none of the {self.num_samples:,} images can be used, the first of them {unreadable[0]}")
+
+    def __getitems__(self, positions: list[int]) -> "list[Sample] | BadImage":
+        # A worker's exception would reach the main process as a text that holds its traceback.
+        try:
+            return [self[position] for position in positions]
+        except BadImage as error:
+            return error
+
+    def _collate(self, samples: list[Sample] | BadImage) -> Batch | BadImage:
+        if isinstance(samples, BadImage):
+            return samples
+        columns = {name: _COLLATE[name]([sample.columns[name] for sample in samples]) for name in samples[0].columns}
+        unreadable = [name for sample in samples for name in sample.unreadable]
+        return Batch(columns, [sample.position for sample in samples], self.name, self.seed, unreadable)
+
+
+_COLLATE = {"pixel_values": to_pixel_values, "labels": torch.tensor, "captions": list}
+
+
+@lru_cache(maxsize=2)  # a batch may reach into the next epoch
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return torch.randperm(count, generator=generator_for(seed, "order", epoch)).numpy()
+
+
+@dataclass(frozen=True)
+class Positions(Sampler):
+    """The positions of one process's batches; those before `end`, where there is one."""
+
+    batch_size: int
+    first_step: int
+    num_steps: int | None
+    accumulation: int
+    num_processes: int
+    rank: int
+    end: int | None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.first_step
+        while self.num_steps is None or step < self.first_step + self.num_steps:
+            for part in range(self.accumulation):
+                start = self._start(step, part)
+                stop = start + self.batch_size if self.end is None else min(start + self.batch_size, self.end)
+                if start < stop:
+                    yield list(range(start, stop))
+            step += 1
+            if self.end is not None and self._start(step, 0) >= self.end:
+                return
+
+    def _start(self, step: int, part: int) -> int:
+        return ((step * self.accumulation + part) * self.num_processes + self.rank) * self.batch_size
+
+
+class _Loader(DataLoader):
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            if isinstance(batch, BadImage):
+                raise batch
+            yield batch
+
+
+def _leave_signals_to_main_process(worker: int):
+    """
+    Ctrl-C and a job's end reach every process at once. The main one finishes its step and saves, for which it needs
+    its workers, and ends them itself: by a message, or by SIGTERM, of which it sends another one to those that stay.
+    """
+
+    def leave_at_the_next(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, leave_at_the_next)

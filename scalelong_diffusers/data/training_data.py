@@ -1,0 +1,138 @@
+"""From settings to the streams of a run, with all that can be wrong with the data said before it starts."""
+
+import dataclasses
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image
+
+from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.images import BadImage, Transform, is_grey
+from scalelong_diffusers.data.sources import Source, open_sources, share_out
+from scalelong_diffusers.data.streams import ImageRows, Stream
+
+
+CHANNELS = (1, 3, 4)
+_LOOKED_AT = 16  # images, to tell grey ones from coloured ones
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """
+    What a run reads.
+
+    Args:
+        train: the endless stream of training samples.
+        validation: the samples of the validation loss, each of which comes once.
+        channels: of the images: 1, 3, or 4 (RGBA).
+        num_classes: None where labels were not asked for.
+        class_names: None where the classes are plain numbers too.
+        first_image_size: width and height of an image before anything is cut from it.
+        description: for people.
+        fingerprint: changes when the images, their labels or captions, or what is done to them do.
+    """
+
+    train: Stream
+    validation: Stream
+    channels: int
+    num_classes: int | None
+    class_names: list[str] | None
+    first_image_size: tuple[int, int]
+    description: str
+    fingerprint: str = field(repr=False)
+
+
+def load_training_data(
+    settings: DataSettings, *, channels: int | None, needs_labels: bool, needs_captions: bool, seed: int
+) -> TrainingData:
+    """
+    Open the data that the settings name.
+
+    Args:
+        channels: what the model takes: 1, 3 or 4 (RGBA). None: 1 for grey images, 3 for others.
+        needs_labels, needs_captions: what a batch has beside `pixel_values`.
+        seed: of the run; the share held out for validation does not depend on it.
+
+    ```python
+    data = load_training_data(DataSettings(), channels=3, needs_labels=True, needs_captions=False, seed=0)
+    for batch in data.train.batches(batch_size=64, num_steps=1000):
+        batch["pixel_values"], batch["labels"]
+    ```
+    """
+    if channels not in (None, *CHANNELS):
+        raise ValueError(f"images have 1, 3 or 4 channels (grey, RGB, RGBA), but channels is {channels}")
+    source, validation_source = open_sources(settings, needs_labels, needs_captions)
+    if validation_source is None and len(source) < 2:
+        raise ValueError(f"{source.description}: there must be two at least, one to train on and one to validate with")
+    shares = share_out(source, validation_source, settings)
+    skip_bad = settings.on_bad_image == "skip"
+    samples = _look_at_some(source, shares.train, skip_bad)
+    transform = _transform(settings, _choose_channels(channels, samples, source))
+
+    def stream(name: str, source: Source, indices: np.ndarray, transform: Transform, endless: bool) -> Stream:
+        return Stream(
+            name, ImageRows(source, transform, needs_labels, needs_captions), indices, seed, endless, skip_bad
+        )
+
+    plain = dataclasses.replace(transform, center_crop=True, random_flip=False)
+    train = stream("train", source, shares.train, transform, endless=True)
+    validation = stream("validation", validation_source or source, shares.validation, plain, endless=False)
+    train[0], validation[0]  # what does not go should not go at once
+    return TrainingData(
+        train=train,
+        validation=validation,
+        channels=transform.channels,
+        num_classes=source.num_classes if needs_labels else None,
+        class_names=source.class_names if needs_labels else None,
+        first_image_size=samples[0][1].size,
+        description=source.description,
+        fingerprint=_fingerprint(source, validation_source, transform, settings),
+    )
+
+
+def _look_at_some(source: Source, indices: np.ndarray, skip_bad: bool) -> list[tuple[int, Image.Image]]:
+    """Some images from all over the set, with their numbers; any that can be read where those can not."""
+    some = indices[np.linspace(0, len(indices) - 1, min(_LOOKED_AT, len(indices))).astype(int)]
+    images = []
+    for tried, index in enumerate(itertools.chain(some, indices)):
+        if tried >= len(some) and images:
+            break
+        try:
+            images.append((int(index), source.image(int(index))))
+        except BadImage as error:
+            if not skip_bad:
+                raise error.with_advice() from error
+    if not images:
+        raise ValueError(f"{source.description}: none of those for training can be read")
+    return images
+
+
+def _choose_channels(channels: int | None, images: list[tuple[int, Image.Image]], source: Source) -> int:
+    coloured = next((index for index, image in images if not is_grey(image)), None)
+    if channels is None:
+        return 1 if coloured is None else 3
+    if channels == 1 and coloured is not None:
+        raise ValueError(
+            f"the model takes images of 1 channel, but {source.name(coloured)} is coloured; build the model with "
+            "in_channels=3, or make the images grey"
+        )
+    return channels
+
+
+def _transform(settings: DataSettings, channels: int) -> Transform:
+    return Transform(
+        resolution=settings.resolution,
+        channels=channels,
+        crop_size=settings.crop_size,
+        center_crop=settings.center_crop,
+        random_flip=settings.random_flip,
+        interpolation=settings.image_interpolation_mode,
+    )
+
+
+def _fingerprint(source: Source, validation: Source | None, transform: Transform, settings: DataSettings) -> str:
+    choices = (settings.max_train_samples, settings.validation_size, settings.on_bad_image)
+    parts = (source.identity(), validation and validation.identity(), transform, choices)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
