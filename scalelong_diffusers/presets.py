@@ -6,7 +6,7 @@ What the papers do not say, or what an experiment does not have, is None.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.models.mixin import SkipScalingMixin
@@ -22,7 +22,8 @@ class Preset:
     Args:
         model_class: the class of the model, and `config` what it is built with.
         parameters: how many the model has without gates; `num_skips` its long skips.
-        data: what it was trained on, and `random_flip` whether half of it was mirrored.
+        data: what it was trained on, `crop_size` what was cut out of the middle of its images, and `random_flip`
+            whether half of them were mirrored.
         latent_scale: the factor on the latents of Stable Diffusion's autoencoder, where it was trained on these.
         text_encoder: what made the hidden states of the text.
         max_train_steps: optimizer steps, of `train_batch_size` images each.
@@ -41,6 +42,7 @@ class Preset:
     parameters: int
     num_skips: int
     data: str
+    crop_size: int | None = None
     random_flip: bool | None = None
     latent_scale: float | None = None
     text_encoder: str | None = None
@@ -63,6 +65,18 @@ class Preset:
     sampler: str | None = None
     num_inference_steps: int | None = None
     fid_reference: str | None = None
+
+    @property
+    def condition(self) -> Literal["class", "text"] | None:
+        """What the model is told of the image."""
+        if "cross_attention_dim" in self.config:
+            return "text"
+        return "class" if "num_class_embeds" in self.config else None
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the model makes latents of Stable Diffusion's autoencoder, and not pixels."""
+        return self.config.get("in_channels") == 4
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"model_class": self.model_class.__name__}
@@ -176,7 +190,7 @@ _ROWS = [
     ),
     _uvit(
         "celeba64-uvit-s-4", "S", 64, 4, 3, "continuous",
-        parameters=44_292_228, data="CelebA, 128 x 128 at the centre, at 64 x 64", random_flip=True,
+        parameters=44_292_228, data="CelebA at 64 x 64", crop_size=128, random_flip=True,
         learning_rate=2e-4, adam_betas=(0.99, 0.99), lr_warmup_steps=5_000, train_batch_size=128,
         max_train_steps=500_000, sampler="reverse SDE", num_inference_steps=1000,
         fid_reference="its training images, 50k",
@@ -258,6 +272,7 @@ _ROWS = [
         ScaleLongUNet2DConditionModel,
         config={
             "sample_size": 32,
+            "in_channels": 4,
             "layers_per_block": 2,
             "block_out_channels": (128, 256, 384),
             "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),

@@ -79,10 +79,10 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
             batch = missing[start : start + batch_size]
             images = _make(pipe, settings, conditions, batch, bar)
             for k, image in zip(batch, images):
-                _save(image, _image_file(folder, k))
+                save_image(image, _image_file(folder, k))
     columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
     shown = [PIL.Image.open(_image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
-    _save(_grid(shown, columns), folder / GRID_FILE)
+    save_image(grid(shown, columns), folder / GRID_FILE)
     return len(missing)
 
 
@@ -202,14 +202,14 @@ def _image_file(folder: Path, k: int) -> Path:
     return folder / f"{k:06d}.png"
 
 
-def _save(image: PIL.Image.Image, file: Path):
+def save_image(image: PIL.Image.Image, file: Path):
     """Written aside and renamed, so that a file with that name is always whole."""
     part = file.with_suffix(".part")
     image.save(part, format="PNG")
     os.replace(part, file)
 
 
-def _grid(images: list[PIL.Image.Image], columns: int | None) -> PIL.Image.Image:
+def grid(images: list[PIL.Image.Image], columns: int | None) -> PIL.Image.Image:
     columns = columns or math.ceil(math.sqrt(len(images)))
     width, height = images[0].size
     grid = PIL.Image.new(images[0].mode, (columns * width, math.ceil(len(images) / columns) * height))

@@ -36,7 +36,11 @@ def wheel(tmp_path_factory) -> Path:
 
 
 # Folders of the checkout, and where they are in the wheel.
-SOURCES = {"scalelong_diffusers": "scalelong_diffusers", "pipelines": "scalelong_diffusers/pipelines"}
+SOURCES = {
+    "scalelong_diffusers": "scalelong_diffusers",
+    "pipelines": "scalelong_diffusers/pipelines",
+    "train": "scalelong_diffusers/train",
+}
 
 
 def modules_in_the_checkout(root: Path) -> set[str]:

@@ -1,0 +1,99 @@
+"""What a checkpoint holds: weights and their average as folders of models, the optimizer's tensors, and numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from scalelong_diffusers.trainer.loop import TrainingLoop
+
+STATE_FILE = "state.json"
+_OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def save_state(loop: "TrainingLoop", folder: Path):
+    for name, module in loop.modules.items():
+        module.save_pretrained(folder / name)
+        if loop.ema is not None:
+            with loop.evaluating():
+                module.save_pretrained(folder / f"{name}_ema")
+    tensors, numbers = _optimizer_state(loop)
+    save_file(tensors, folder / _OPTIMIZER_FILE)
+    scaler = loop.accelerator.scaler
+    state = {
+        "step": loop.global_step,
+        "settings": loop.settings,
+        "optimizer": numbers,
+        "lr_scheduler_steps": loop.lr_scheduler.last_epoch,
+        "ema_steps": None if loop.ema is None else loop.ema.optimization_step,
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "nonfinite_in_a_row": loop.nonfinite_in_a_row,
+        "losses_to_log": loop.losses_to_log,
+    }
+    (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+
+
+def load_state(loop: "TrainingLoop", folder: Path, state: dict[str, Any]):
+    for name, module in loop.modules.items():
+        if loop.ema is not None:
+            _load_weights(module, folder / f"{name}_ema")
+    if loop.ema is not None:
+        loop.ema.shadow_params = [parameter.detach().clone() for parameter in loop.parameters]
+        loop.ema.optimization_step = state["ema_steps"]
+    for name, module in loop.modules.items():
+        _load_weights(module, folder / name)
+    _load_optimizer_state(loop, load_file(folder / _OPTIMIZER_FILE), state["optimizer"])
+    loop.lr_scheduler.last_epoch = state["lr_scheduler_steps"]
+    loop.lr_scheduler._last_lr = [group["lr"] for group in loop.optimizer.param_groups]
+    if loop.accelerator.scaler is not None:
+        loop.accelerator.scaler.load_state_dict(state["scaler"])
+    loop.global_step = loop.logged_at = state["step"]
+    loop.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+    loop.losses_to_log = state["losses_to_log"]
+
+
+def _load_weights(module: nn.Module, folder: Path):
+    module.load_state_dict(type(module).from_pretrained(folder, dtype=module.dtype).state_dict())
+
+
+def _optimizer_state(loop: "TrainingLoop") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Its tensors by the name of their parameter, and what is no tensor."""
+    names = {id(parameter): name for name, parameter in loop.named_parameters.items()}
+    tensors, numbers = {}, {}
+    for parameter, entries in loop.optimizer.optimizer.state.items():
+        for key, value in entries.items():
+            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{names[id(parameter)]}/{key}"] = value
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in loop.optimizer.param_groups]
+    return tensors, {"state": numbers, "groups": groups}
+
+
+def _load_optimizer_state(loop: "TrainingLoop", tensors: dict[str, torch.Tensor], numbers: dict[str, Any]):
+    optimizer = loop.optimizer.optimizer
+    for key, value in {**tensors, **numbers["state"]}.items():
+        name, entry = key.rsplit("/", 1)
+        parameter = loop.named_parameters[name]
+        # As torch keeps it: what has the parameter's shape is beside it, the count of steps is on the CPU.
+        on_device = isinstance(value, torch.Tensor) and value.dim() > 0
+        optimizer.state[parameter][entry] = value.to(parameter.device) if on_device else value
+    for group, saved in zip(optimizer.param_groups, numbers["groups"]):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+
+
+def largest_gradients(named_parameters: dict[str, nn.Parameter], count: int = 3) -> list[str]:
+    """The names of the parameters with the largest gradients, those that are not finite first."""
+    norms = {name: float(p.grad.norm()) for name, p in named_parameters.items() if p.grad is not None}
+    order = sorted(norms, key=lambda name: norms[name] if math.isfinite(norms[name]) else math.inf, reverse=True)
+    return [f"{name} ({norms[name]:.3g})" for name in order[:count]]
+
+
+def nonfinite_weights(named_parameters: dict[str, nn.Parameter], count: int = 3) -> list[str]:
+    """The names of the first few parameters that have an entry that is not finite."""
+    names = list(named_parameters)
+    largest = torch.stack(torch._foreach_norm(list(named_parameters.values()), ord=math.inf)).tolist()
+    return [name for name, value in zip(names, largest) if not math.isfinite(value)][:count]

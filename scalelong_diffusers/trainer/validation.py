@@ -1,0 +1,65 @@
+"""What a model has learned so far: its loss on images held out, and a grid of samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from scalelong_diffusers.data import Batch
+from scalelong_diffusers.sampling import grid, save_image
+from scalelong_diffusers.trainer.loop import TrainingLoop
+
+
+BINS = 10
+
+
+def validation_losses(
+    loop: TrainingLoop, losses_of: Callable[[nn.Module, Batch], torch.Tensor], module: str = "unet"
+) -> dict[str, Any]:
+    """
+    The mean loss on the images that are held out, whose noise and timesteps are the same each time.
+
+    `validation_loss` is of the weights that the run will save, `validation_loss_raw` of those that are being trained,
+    where both are there, and `validation_loss_bins` that of each tenth of the timesteps, the clean images first.
+    """
+    model = loop.modules[module]
+    with loop.evaluating():
+        mean, bins = _mean_losses(loop, losses_of, model)
+    figures = {"validation_loss": mean, "validation_loss_bins": bins}
+    if loop.ema is not None:
+        with loop.evaluating(averaged=False):
+            figures["validation_loss_raw"] = _mean_losses(loop, losses_of, model)[0]
+    return figures
+
+
+@torch.no_grad()
+def _mean_losses(loop: TrainingLoop, losses_of, model: nn.Module) -> tuple[float, list[float | None]]:
+    accelerator = loop.accelerator
+    batches = loop.data.validation.batches(
+        batch_size=loop.args.train_batch_size,
+        num_processes=accelerator.num_processes,
+        rank=accelerator.process_index,
+        num_workers=loop.args.dataloader_num_workers,
+    )
+    sums = torch.zeros(2, BINS, dtype=torch.float64)
+    for batch in batches:
+        bins = (batch.uniform("timestep") * BINS).long()
+        losses = losses_of(model, batch.to(accelerator.device)).double().cpu()
+        sums[0].index_add_(0, bins, losses)
+        sums[1].index_add_(0, bins, torch.ones_like(losses))
+    totals, counts = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
+    per_bin = [total / count if count else None for total, count in zip(totals, counts)]
+    return sum(totals) / sum(counts), per_bin
+
+
+def save_samples(loop: TrainingLoop, make_images: Callable[[], list], columns: int | None = None):
+    """A grid of what the averaged weights make, as `samples/step-<step>.png`."""
+
+    def save():
+        folder = loop.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        save_image(grid(make_images(), columns), folder / f"step-{loop.global_step:06d}.png")
+
+    with loop.evaluating():
+        loop.on_main_process(save)

@@ -1,0 +1,1 @@
+"""Training scripts, to be run or to be copied and changed."""
