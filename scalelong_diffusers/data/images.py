@@ -30,10 +30,10 @@ class BadImage(ValueError):
 def read_image(file: str | bytes, name: str) -> Image.Image:
     """Decode a file, given by its path or its content, and turn it as its EXIF data says."""
     try:
-        image = Image.open(BytesIO(file) if isinstance(file, bytes) else file)
-        image.load()
-        ImageOps.exif_transpose(image, in_place=True)
-        return _with_eight_bits(image)
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as image:
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return _with_eight_bits(image)
     except MemoryError:
         raise
     except FileNotFoundError as error:

@@ -1,7 +1,9 @@
 """Streams of samples, each known by its position alone, and the batches that they are cut into."""
 
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -182,10 +184,28 @@ class Positions(Sampler):
 
 class _Loader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
-        for batch in super().__iter__():
+        with _signals_held_back():  # workers inherit it, until they know what to do with them
+            batches = super().__iter__()
+        for batch in batches:
             if isinstance(batch, BadImage):
                 raise batch
             yield batch
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CAN_HOLD_BACK = hasattr(signal, "pthread_sigmask")  # not on Windows
+
+
+@contextmanager
+def _signals_held_back():
+    if not _CAN_HOLD_BACK:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _leave_signals_to_main_process(worker: int):
@@ -193,9 +213,14 @@ def _leave_signals_to_main_process(worker: int):
     Ctrl-C and a job's end reach every process at once. The main one finishes its step and saves, for which it needs
     its workers, and ends them itself: by a message, or by SIGTERM, of which it sends another one to those that stay.
     """
+    requests = []
 
-    def leave_at_the_next(number, frame):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def leave_at_the_second(number, frame):
+        requests.append(number)
+        if len(requests) > 1:
+            os._exit(0)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, leave_at_the_next)
+    signal.signal(signal.SIGTERM, leave_at_the_second)
+    if _CAN_HOLD_BACK:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
