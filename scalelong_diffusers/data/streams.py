@@ -129,7 +129,9 @@ class Stream(Dataset):
                 if not self.skip_bad:
                     raise error.with_advice() from error
                 unreadable.append(self.rows.name(index))
-        raise BadImage(f"none of the {self.num_samples:,} images can be used, the first of them {unreadable[0]}")
+        raise BadImage(
+            f"none of the {self.num_samples:,} images of the {self.name} stream can be used, not even {unreadable[0]}"
+        )
 
     def __getitems__(self, positions: list[int]) -> "list[Sample] | BadImage":
         # A worker's exception would reach the main process as a text that holds its traceback.
@@ -186,10 +188,13 @@ class _Loader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
         with _signals_held_back():  # workers inherit it, until they know what to do with them
             batches = super().__iter__()
-        for batch in batches:
-            if isinstance(batch, BadImage):
-                raise batch
-            yield batch
+        try:
+            for batch in batches:
+                if isinstance(batch, BadImage):
+                    raise batch
+                yield batch
+        finally:
+            del batches  # its workers end now, not when the error is forgotten
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -79,7 +79,7 @@ def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
 
 def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        saved = datasets.load_from_disk(str(folder))
+        saved = _load_saved(folder)
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
     files = [path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder))]
     parquet = [path for path in files if path.suffix == ".parquet" and path.name != "metadata.parquet"]
@@ -90,6 +90,13 @@ def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
     else:
         raise ValueError("it holds no images, no parquet files, and nothing that datasets saved")
     return datasets.load_dataset(kind, data_files=data_files, cache_dir=settings.cache_dir)
+
+
+def _load_saved(folder: Path) -> Dataset | DatasetDict:
+    try:
+        return datasets.load_from_disk(str(folder))
+    except IndexError as error:  # what datasets makes of a set without rows
+        raise ValueError("it has no images") from error
 
 
 def _is_hidden(path: Path) -> bool:
@@ -162,11 +169,15 @@ class ImageTable:
         return len(self._dataset)
 
     def image(self, index: int) -> Image.Image:
-        stored = self._column(self._image_column)[index].as_py()
-        file = stored if not isinstance(stored, dict) else stored["bytes"] or stored["path"]
+        file = self._file(index)
         if not file:
             raise BadImage(f"{self.name(index)} can not be read: it is empty")
         return read_image(file, self.name(index))
+
+    def _file(self, index: int) -> bytes | str | None:
+        """The content of an image file or else its path."""
+        stored = self._column(self._image_column)[index].as_py()
+        return stored["bytes"] or stored["path"] if isinstance(stored, dict) else stored
 
     def name(self, index: int) -> str:
         """The file of an image, or its row where it is stored in the table."""
@@ -180,16 +191,24 @@ class ImageTable:
         return stored if isinstance(stored, list) else [stored]
 
     def identity(self) -> str:
-        """By the sizes of the images and the names of their files, wherever these are: their pixels are not read."""
+        """By the names and sizes of all files, wherever they are, and the content of a few: all would take hours."""
         digest = hashlib.sha256(repr(self.class_names).encode())
         for chunk in self._column(self._image_column).chunks:
             digest.update(repr(_names_and_sizes(chunk)).encode())
+        for index in np.linspace(0, len(self) - 1, 16).astype(int).tolist():
+            digest.update(self._content(index))
         if self.labels is not None:
             digest.update(self.labels.tobytes())
         if self._caption_column is not None:
             for chunk in self._column(self._caption_column).chunks:
                 digest.update(repr(chunk.to_pylist()).encode())
         return digest.hexdigest()
+
+    def _content(self, index: int) -> bytes:
+        file = self._file(index)
+        if isinstance(file, str):
+            return Path(file).read_bytes() if os.path.exists(file) else b""
+        return file or b""
 
     def _column(self, name: str) -> pa.ChunkedArray:
         return self._dataset.data.column(name)
