@@ -118,7 +118,7 @@ class Stream(Dataset):
 
     def __getitem__(self, position: int) -> Sample:
         epoch, place = divmod(position, self.num_samples)
-        order = _order(self.seed, epoch, self.num_samples) if self.endless else np.arange(self.num_samples)
+        order = _order(self.seed, epoch, self.num_samples) if self.endless else range(self.num_samples)
         draws = Draws(self.seed, self.name, position)
         unreadable = []
         for passed_over in range(self.num_samples):

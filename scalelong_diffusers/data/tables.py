@@ -180,9 +180,12 @@ class ImageTable:
 
     def image(self, index: int) -> Image.Image:
         file = self._file(index)
-        if not file:
-            raise BadImage(f"{self.name(index)} can not be read: it is empty")
-        return read_image(file, self.name(index))
+        try:
+            if not file:
+                raise ValueError("it is empty")
+            return read_image(file)
+        except ValueError as error:
+            raise BadImage(f"{self.name(index)} can not be read: {error}") from error
 
     def _file(self, index: int) -> bytes | str | None:
         """The content of an image file or else its path."""

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from scalelong_diffusers.data.draws import Draws
-from scalelong_diffusers.data.images import BadImage, Transform, is_grey, read_image, to_pixel_values, with_channels
+from scalelong_diffusers.data.images import Transform, is_grey, read_image, to_pixel_values, with_channels
 
 
 DRAWS = Draws(0, "train", 0)
@@ -23,7 +23,7 @@ def file(tmp_path):
 
 
 def read(path, channels):
-    return np.asarray(with_channels(read_image(path, "it"), channels))
+    return np.asarray(with_channels(read_image(path), channels))
 
 
 def one_colour(mode, colour):
@@ -115,12 +115,12 @@ def test_grey_is_told_by_the_pixels():
         (None, "no such file"),
     ],
 )
-def test_what_is_no_image_is_named(tmp_path, content, reason):
+def test_what_is_no_image_is_refused(tmp_path, content, reason):
     path = tmp_path / "broken.png"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(BadImage, match=rf"^pictures/broken\.png can not be read: .*{reason}"):
-        read_image(str(path), "pictures/broken.png")
+    with pytest.raises(ValueError, match=f"{reason}$"):
+        read_image(str(path))
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "bmp", "tif", "webp"])
@@ -128,14 +128,14 @@ def test_half_a_file_is_refused(file, tmp_path, suffix):
     rng = np.random.default_rng(0)
     path = file(Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)), f"image.{suffix}")
     content = (tmp_path / f"image.{suffix}").read_bytes()
-    with pytest.raises(BadImage, match=r"^it can not be read: "):
-        read_image(content[: len(content) // 2], "it")
-    assert read_image(path, "it").size == (64, 64)
+    with pytest.raises(ValueError, match=r"\w"):
+        read_image(content[: len(content) // 2])
+    assert read_image(path).size == (64, 64)
 
 
 def test_floating_point_pixels_are_refused(file):
-    with pytest.raises(BadImage, match="it can not be read: its pixels are floating-point numbers"):
-        read_image(file(Image.new("F", (2, 2)), "image.tif"), "it")
+    with pytest.raises(ValueError, match="its pixels are floating-point numbers"):
+        read_image(file(Image.new("F", (2, 2)), "image.tif"))
 
 
 def ramp(width, height):
