@@ -1,5 +1,5 @@
 """
-A Hub in memory on loopback, for the real client: repositories with commits, branches, pull requests and private ones.
+A Hub in memory on loopback, for the real client: models and data sets, with commits, branches, pull requests.
 
     python tests/hub.py        prints its address and serves until it is ended
 
@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from threading import Lock
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -61,11 +62,24 @@ def file_id(path: str, content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+def entries_of(files: dict[str, bytes]) -> list[dict]:
+    """A commit's files and the folders that they are in."""
+    folders = sorted({str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."})
+    return [{"type": "directory", "path": path, "oid": file_id("", path.encode()), "size": 0} for path in folders] + [
+        {"type": "file", "path": path, "oid": file_id(path, content), "size": len(content)}
+        for path, content in files.items()
+    ]
+
+
 ROUTES = []
 
 
 def route(method: str, pattern: str):
-    """Register a function of the handler for a method and path; `{repo}` is a model's id, other names fit anything."""
+    """
+    Register a function of the handler for a method and path; `{repo}` is the id of a model or data set, other names
+    fit anything.
+    """
+    pattern = pattern.replace("{kind}", "(?:models|datasets)")
     pattern = re.sub(r"\{(\w+)\}", lambda m: f"(?P<{m[1]}>{'[^/]+/[^/]+' if m[1] == 'repo' else '.+'})", pattern)
 
     def register(function):
@@ -93,7 +107,9 @@ class Handler(BaseHTTPRequestHandler):
             with self.lock:
                 for known_method, pattern, function in ROUTES:
                     if known_method == method and (match := pattern.fullmatch(url.path)):
-                        return function(self, **{name: unquote(text) for name, text in match.groupdict().items()})
+                        return function(
+                            self, **{name: unquote(text) for name, text in match.groupdict().items() if text}
+                        )
             raise Refusal(404, "EntryNotFound", f"no route {self.command} {url.path}")
         except Refusal as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
@@ -164,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
         self.repositories[repo] = Repository(bool(request.get("private") or request.get("visibility") == "private"))
         self.reply({"url": url, "name": repo, "id": "1"})
 
-    @route("POST", "/api/models/{repo}/branch/{branch}")
+    @route("POST", "/api/{kind}/{repo}/branch/{branch}")
     def create_branch(self, repo, branch):
         repository = self.repository(repo, write=True)
         if branch in repository.refs:
@@ -176,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
     def validate_yaml(self):
         self.reply({"errors": [], "warnings": []})
 
-    @route("POST", "/api/models/{repo}/preupload/{revision}")
+    @route("POST", "/api/{kind}/{repo}/preupload/{revision}")
     def preupload(self, repo, revision):
         repository = self.repository(repo, write=True)
         there = repository.commits[repository.sha_of(revision)]
@@ -188,7 +204,7 @@ class Handler(BaseHTTPRequestHandler):
             answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.reply({"files": answers})
 
-    @route("POST", r"/{repo}\.git/info/lfs/objects/batch")
+    @route("POST", r"(/datasets)?/{repo}\.git/info/lfs/objects/batch")
     def large_file_batch(self, repo):
         self.repository(repo, write=True)
         objects = [{"oid": o["oid"], "size": o["size"]} for o in json.loads(self.body)["objects"]]
@@ -205,7 +221,7 @@ class Handler(BaseHTTPRequestHandler):
         self.large_files[oid] = self.body
         self.reply({})
 
-    @route("POST", "/api/models/{repo}/commit/{revision}")
+    @route("POST", "/api/{kind}/{repo}/commit/{revision}")
     def commit(self, repo, revision):
         repository = self.repository(repo, write=True)
         files = dict(repository.commits[repository.sha_of(revision)])
@@ -224,13 +240,23 @@ class Handler(BaseHTTPRequestHandler):
         sha = repository.commit(revision, files)
         self.reply({**answer, "commitOid": sha, "commitUrl": f"{self.address}/{repo}/commit/{sha}"})
 
-    @route("GET", "/api/models/{repo}/tree/{revision}")
-    def tree(self, repo, revision):
+    @route("GET", r"/api/{kind}/{repo}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?")
+    def tree(self, repo, revision, folder=""):
         repository = self.repository(repo)
-        files = repository.commits[repository.sha_of(revision)]
-        self.reply([{"type": "file", "path": p, "oid": file_id(p, c), "size": len(c)} for p, c in files.items()])
+        entries = entries_of(repository.commits[repository.sha_of(revision)])
+        inside = [entry for entry in entries if entry["path"].startswith(f"{folder}/" if folder else "")]
+        if self.query.get("recursive", ["false"])[0].lower() != "true":
+            inside = [entry for entry in inside if "/" not in entry["path"][len(folder) :].strip("/")]
+        self.reply(inside)
 
-    @route("GET", "/api/models/{repo}/revision/{revision}")
+    @route("POST", "/api/{kind}/{repo}/paths-info/{revision}")
+    def paths_info(self, repo, revision):
+        repository = self.repository(repo)
+        asked = parse_qs(self.body.decode())["paths"]
+        entries = entries_of(repository.commits[repository.sha_of(revision)])
+        self.reply([entry for entry in entries if entry["path"] in asked])
+
+    @route("GET", "/api/{kind}/{repo}/revision/{revision}")
     def revision(self, repo, revision):
         repository = self.repository(repo)
         sha = repository.sha_of(revision)
@@ -238,11 +264,11 @@ class Handler(BaseHTTPRequestHandler):
         about = {"id": repo, "sha": sha, "private": repository.private, "siblings": siblings}
         self.reply({**about, "tags": [], "downloads": 0, "likes": 0, "createdAt": DATE, "lastModified": DATE})
 
-    @route("GET", "/api/models/([^/]+/[^/]+)")
+    @route("GET", "/api/{kind}/([^/]+/[^/]+)")
     def model(self):
         self.revision(repo="/".join(self.path.split("?")[0].split("/")[3:5]), revision="main")
 
-    @route("GET", r"/{repo}/resolve/(?P<revision>refs%2Fpr%2F\d+|refs/pr/\d+|[^/]+)/{path}")
+    @route("GET", r"(/datasets)?/{repo}/resolve/(?P<revision>refs%2Fpr%2F\d+|refs/pr/\d+|[^/]+)/{path}")
     def resolve(self, repo, revision, path):
         repository = self.repository(repo)
         sha = repository.sha_of(revision)

@@ -27,20 +27,21 @@ class BadImage(ValueError):
         return BadImage(f"{self}; on_bad_image='skip' takes another image in its place")
 
 
-def read_image(file: str | bytes, name: str) -> Image.Image:
-    """Decode a file, given by its path or its content, and turn it as its EXIF data says."""
+def read_image(file: str | bytes) -> Image.Image:
+    """Decode a file, given by its path or content, and turn it as its EXIF data says; a ValueError says why not."""
     try:
-        image = Image.open(BytesIO(file) if isinstance(file, bytes) else file)
-        image.load()
-        ImageOps.exif_transpose(image, in_place=True)
-        return _with_eight_bits(image)
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as image:
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return _with_eight_bits(image)
     except MemoryError:
         raise
     except FileNotFoundError as error:
-        raise BadImage(f"{name} can not be read: there is no such file") from error
+        raise ValueError("there is no such file") from error
+    except Image.UnidentifiedImageError as error:
+        raise ValueError("it is no image that Pillow knows") from error
     except Exception as error:  # Pillow's decoders raise whatever they stumble over
-        reason = "it is no image that Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else error
-        raise BadImage(f"{name} can not be read: {reason}") from error
+        raise ValueError(str(error)) from error
 
 
 def _with_eight_bits(image: Image.Image) -> Image.Image:

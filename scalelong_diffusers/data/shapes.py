@@ -38,7 +38,7 @@ def _circle(x, y):
 
 
 def _square(x, y):
-    return np.maximum(abs(x), abs(y)) - 0.75
+    return np.maximum(abs(x), abs(y)) - 0.7
 
 
 def _triangle(x, y):
@@ -101,14 +101,14 @@ class Drawing:
         background = list(BACKGROUNDS)[int(draws[0] * len(BACKGROUNDS))]
         darkest, lightest = BACKGROUNDS[background]
         radius = 0.24 + 0.16 * draws[3]
-        room = 0.98 - 2 * radius
+        nearest = radius + 0.03  # to the border: a pixel of 32
         return cls(
             colour=colour,
             shape=shape,
             background=background,
             tone=darkest + (lightest - darkest) * draws[1],
             brightness=0.85 + 0.15 * draws[2],
-            centre=(0.01 + radius + room * draws[4], 0.01 + radius + room * draws[5]),
+            centre=(nearest + (1 - 2 * nearest) * draws[4], nearest + (1 - 2 * nearest) * draws[5]),
             radius=radius,
             angle=math.radians(40 * draws[6] - 20),  # at 45 degrees a square would be a diamond
         )

@@ -1,7 +1,9 @@
 """Streams of samples, each known by its position alone, and the batches that they are cut into."""
 
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -116,7 +118,7 @@ class Stream(Dataset):
 
     def __getitem__(self, position: int) -> Sample:
         epoch, place = divmod(position, self.num_samples)
-        order = _order(self.seed, epoch, self.num_samples) if self.endless else np.arange(self.num_samples)
+        order = _order(self.seed, epoch, self.num_samples) if self.endless else range(self.num_samples)
         draws = Draws(self.seed, self.name, position)
         unreadable = []
         for passed_over in range(self.num_samples):
@@ -127,7 +129,9 @@ class Stream(Dataset):
                 if not self.skip_bad:
                     raise error.with_advice() from error
                 unreadable.append(self.rows.name(index))
-        raise BadImage(f"none of the {self.num_samples:,} images can be used, the first of them {unreadable[0]}")
+        raise BadImage(
+            f"none of the {self.num_samples:,} images of the {self.name} stream can be used, not even {unreadable[0]}"
+        )
 
     def __getitems__(self, positions: list[int]) -> "list[Sample] | BadImage":
         # A worker's exception would reach the main process as a text that holds its traceback.
@@ -182,10 +186,31 @@ class Positions(Sampler):
 
 class _Loader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
-        for batch in super().__iter__():
-            if isinstance(batch, BadImage):
-                raise batch
-            yield batch
+        with _signals_held_back():  # workers inherit it, until they know what to do with them
+            batches = super().__iter__()
+        try:
+            for batch in batches:
+                if isinstance(batch, BadImage):
+                    raise batch
+                yield batch
+        finally:
+            del batches  # its workers end now, not when the error is forgotten
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CAN_HOLD_BACK = hasattr(signal, "pthread_sigmask")  # not on Windows
+
+
+@contextmanager
+def _signals_held_back():
+    if not _CAN_HOLD_BACK:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _leave_signals_to_main_process(worker: int):
@@ -193,9 +218,14 @@ def _leave_signals_to_main_process(worker: int):
     Ctrl-C and a job's end reach every process at once. The main one finishes its step and saves, for which it needs
     its workers, and ends them itself: by a message, or by SIGTERM, of which it sends another one to those that stay.
     """
+    requests = []
 
-    def leave_at_the_next(number, frame):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def leave_at_the_second(number, frame):
+        requests.append(number)
+        if len(requests) > 1:
+            os._exit(0)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, leave_at_the_next)
+    signal.signal(signal.SIGTERM, leave_at_the_second)
+    if _CAN_HOLD_BACK:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -15,6 +15,7 @@ from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
 from scalelong_diffusers.data.images import BadImage, read_image
+from scalelong_diffusers.hub import hub_errors_as_sentences
 from scalelong_diffusers.messages import near_miss
 
 
@@ -49,8 +50,9 @@ def _load_hub(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
     if os.path.isdir(name):
         raise ValueError(f"dataset_name={name!r} is a local folder, not an id on the Hub; give it as train_data_dir")
     try:
-        config = settings.dataset_config_name
-        return datasets.load_dataset(name, config, revision=revision, cache_dir=settings.cache_dir), name
+        with hub_errors_as_sentences(name, revision):
+            config = settings.dataset_config_name
+            return datasets.load_dataset(name, config, revision=revision, cache_dir=settings.cache_dir), name
     except ConnectionError as error:
         raise OSError(
             f"the data set {name} is not in the cache, and the Hub can not be reached to download it; check the "
@@ -63,7 +65,9 @@ def _load_hub(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
             "`hf auth login`, for a local folder give train_data_dir"
         ) from error
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"the data set {name} can not be loaded: {_one_line(error)}") from error
+        reason = _one_line(error).split(" Example of usage")[0]
+        advice = "; dataset_config_name says which config" if "config" in reason.lower() else ""
+        raise ValueError(f"the data set {name} can not be loaded: {reason}{advice}") from error
 
 
 def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
@@ -79,29 +83,42 @@ def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
 
 def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        saved = datasets.load_from_disk(str(folder))
+        saved = _load_saved(folder)
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
-    files = [path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder))]
-    parquet = [path for path in files if path.suffix == ".parquet" and path.name != "metadata.parquet"]
+    files = _files(folder)
+    parquet = [path for path in files if path.endswith(".parquet") and os.path.basename(path) != "metadata.parquet"]
     if parquet:
-        kind, data_files = "parquet", _split_parquet(parquet)
-    elif any(path.suffix.lower() in Image.registered_extensions() for path in files):
+        kind, data_files = "parquet", _split_parquet(sorted(parquet))
+    elif any(os.path.splitext(path)[1].lower() in Image.registered_extensions() for path in files):
         kind, data_files = "imagefolder", _split_images(folder)
     else:
         raise ValueError("it holds no images, no parquet files, and nothing that datasets saved")
     return datasets.load_dataset(kind, data_files=data_files, cache_dir=settings.cache_dir)
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _load_saved(folder: Path) -> Dataset | DatasetDict:
+    try:
+        return datasets.load_from_disk(str(folder))
+    except IndexError as error:  # what datasets makes of a set without rows
+        raise ValueError("it has no images") from error
 
 
-def _split_parquet(files: list[Path]) -> dict[str, list[str]]:
+def _files(folder: Path) -> list[str]:
+    """All files below a folder that are not hidden; there may be millions."""
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(where, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _split_parquet(files: list[str]) -> dict[str, list[str]]:
     """By the names that the Hub gives: train-00000-of-00004.parquet; all is for training where none says so."""
-    splits = {name: [glob.escape(str(path)) for path in sorted(files) if path.stem.split("-")[0] == name]
-              for name in _SPLITS}  # fmt: skip
-    splits = {name: paths for name, paths in splits.items() if paths}
-    return splits or {"train": [glob.escape(str(path)) for path in sorted(files)]}
+    splits = {}
+    for path in files:
+        splits.setdefault(Path(path).stem.split("-")[0], []).append(glob.escape(path))
+    named = {name: splits[name] for name in _SPLITS if name in splits}
+    return named or {"train": [glob.escape(path) for path in files]}
 
 
 def _split_images(folder: Path) -> dict[str, str]:
@@ -162,11 +179,18 @@ class ImageTable:
         return len(self._dataset)
 
     def image(self, index: int) -> Image.Image:
+        file = self._file(index)
+        try:
+            if not file:
+                raise ValueError("it is empty")
+            return read_image(file)
+        except ValueError as error:
+            raise BadImage(f"{self.name(index)} can not be read: {error}") from error
+
+    def _file(self, index: int) -> bytes | str | None:
+        """The content of an image file or else its path."""
         stored = self._column(self._image_column)[index].as_py()
-        file = stored if not isinstance(stored, dict) else stored["bytes"] or stored["path"]
-        if not file:
-            raise BadImage(f"{self.name(index)} can not be read: it is empty")
-        return read_image(file, self.name(index))
+        return stored["bytes"] or stored["path"] if isinstance(stored, dict) else stored
 
     def name(self, index: int) -> str:
         """The file of an image, or its row where it is stored in the table."""
@@ -180,16 +204,24 @@ class ImageTable:
         return stored if isinstance(stored, list) else [stored]
 
     def identity(self) -> str:
-        """By the sizes of the images and the names of their files, wherever these are: their pixels are not read."""
+        """By the names and sizes of all files, wherever they are, and the content of a few: all would take hours."""
         digest = hashlib.sha256(repr(self.class_names).encode())
         for chunk in self._column(self._image_column).chunks:
             digest.update(repr(_names_and_sizes(chunk)).encode())
+        for index in np.linspace(0, len(self) - 1, 16).astype(int).tolist():
+            digest.update(self._content(index))
         if self.labels is not None:
             digest.update(self.labels.tobytes())
         if self._caption_column is not None:
             for chunk in self._column(self._caption_column).chunks:
                 digest.update(repr(chunk.to_pylist()).encode())
         return digest.hexdigest()
+
+    def _content(self, index: int) -> bytes:
+        file = self._file(index)
+        if isinstance(file, str):
+            return Path(file).read_bytes() if os.path.exists(file) else b""
+        return file or b""
 
     def _column(self, name: str) -> pa.ChunkedArray:
         return self._dataset.data.column(name)

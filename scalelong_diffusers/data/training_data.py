@@ -88,7 +88,7 @@ def load_training_data(
         class_names=source.class_names if needs_labels else None,
         first_image_size=samples[0][1].size,
         description=source.description,
-        fingerprint=_fingerprint(source, validation_source, transform, settings),
+        fingerprint=_fingerprint(train, validation, settings),
     )
 
 
@@ -132,7 +132,12 @@ def _transform(settings: DataSettings, channels: int) -> Transform:
     )
 
 
-def _fingerprint(source: Source, validation: Source | None, transform: Transform, settings: DataSettings) -> str:
-    choices = (settings.max_train_samples, settings.validation_size, settings.on_bad_image)
-    parts = (source.identity(), validation and validation.identity(), transform, choices)
+def _fingerprint(train: Stream, validation: Stream, settings: DataSettings) -> str:
+    rows = train.rows
+    sources = dict.fromkeys((rows.source, validation.rows.source))  # which may be the same one
+    parts = (
+        *(source.identity() for source in sources),
+        *(rows.transform, rows.needs_labels, rows.needs_captions),
+        *(settings.max_train_samples, settings.validation_size, settings.on_bad_image),
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

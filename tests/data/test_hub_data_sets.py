@@ -1,0 +1,98 @@
+"""Data sets of the Hub: the real client, in processes of its own, against a Hub on loopback."""
+
+import pytest
+
+
+COMMON = """
+import datasets, sys, tempfile
+from huggingface_hub import HfApi
+from PIL import Image
+from scalelong_diffusers.data import DataSettings, load_training_data
+
+datasets.disable_progress_bars()
+
+
+def load(**settings):
+    settings = DataSettings(resolution=8, **settings)
+    return load_training_data(settings, channels=3, needs_labels=True, needs_captions=False, seed=0)
+
+
+def refused(**settings):
+    try:
+        load(**settings)
+    except (OSError, ValueError) as error:
+        print(type(error).__name__, str(error))
+"""
+
+PUSH = (
+    COMMON
+    + """
+def table(count):
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    images = [Image.new("RGB", (8, 8), (10 * i, 0, 0)) for i in range(count)]
+    return datasets.Dataset.from_dict({"img": images, "label": [i % 2 for i in range(count)]}, features=features)
+
+
+api = HfApi()
+api.create_repo("tester/pets", repo_type="dataset")
+with tempfile.TemporaryDirectory() as folder:
+    for config, count in (("small", 3), ("large", 20)):
+        table(count).to_parquet(f"{folder}/{config}/train-00000-of-00001.parquet")
+    table(5).to_parquet(f"{folder}/large/test-00000-of-00001.parquet")
+    with open(f"{folder}/README.md", "w") as file:
+        file.write("---\\nconfigs:\\n")
+        for config in ("small", "large"):
+            file.write(f"- config_name: {config}\\n  data_dir: {config}\\n")
+        file.write("---\\n")
+    api.upload_folder(repo_id="tester/pets", repo_type="dataset", folder_path=folder)
+"""
+)
+
+LOAD = (
+    COMMON
+    + """
+data = load(dataset_name="tester/pets", dataset_config_name="large", dataset_revision="main", cache_dir="kept")
+print(data.description, data.train.num_samples, data.validation.num_samples, data.class_names)
+print(sorted({int(data.train[i].columns["pixel_values"][0, 0, 0]) // 10 for i in range(20)}))
+refused(dataset_name="tester/pets")
+refused(dataset_name="tester/pets", dataset_config_name="tiny")
+refused(dataset_name="tester/pets", dataset_revision="v2")
+refused(dataset_name="tester/birds")
+"""
+)
+
+OFFLINE = (
+    COMMON
+    + """
+data = load(dataset_name="tester/pets", dataset_config_name="large", cache_dir="kept")
+print(data.description)
+refused(dataset_name="tester/birds", cache_dir="kept")
+"""
+)
+
+
+@pytest.fixture
+def pushed(hub):
+    hub(PUSH)
+    return hub
+
+
+def test_data_sets_of_the_hub(pushed):
+    assert pushed(LOAD).stdout.splitlines() == [
+        "tester/pets, 20 images 20 5 ['cat', 'dog']",
+        str(list(range(20))),
+        "ValueError the data set tester/pets can not be loaded: Config name is missing. Please pick one among the "
+        "available configs: ['small', 'large']; dataset_config_name says which config",
+        "ValueError the data set tester/pets can not be loaded: BuilderConfig 'tiny' not found. Available: "
+        "['small', 'large']; dataset_config_name says which config",
+        "FileNotFoundError there is no data set tester/pets at revision 'v2' on the Hub that you may read; for a "
+        "private or gated one log in with `hf auth login`, for a local folder give train_data_dir",
+        "FileNotFoundError there is no data set tester/birds on the Hub that you may read; for a private or gated one "
+        "log in with `hf auth login`, for a local folder give train_data_dir",
+    ]
+    offline = pushed(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines()
+    assert offline == [
+        "tester/pets, 20 images",
+        "OSError the data set tester/birds is not in the cache, and the Hub can not be reached to download it; check "
+        "the connection and HF_HUB_OFFLINE, or train on a local folder with train_data_dir",
+    ]
