@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         load_pipeline,
     )
     from scalelong_diffusers.presets import model_from_preset
-    from scalelong_diffusers.sharing import push_to_hub
+    from scalelong_diffusers.sharing import push_adapter, push_to_hub
 
 __all__ = [
     "CardFacts",
@@ -57,6 +57,7 @@ __all__ = [
     "load_adapter",
     "load_pipeline",
     "model_from_preset",
+    "push_adapter",
     "push_to_hub",
     "remove_skip_scaling",
     "save_adapter",

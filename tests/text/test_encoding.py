@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from diffusers import DDIMScheduler
-from transformers import T5Config
+from transformers import CLIPConfig, CLIPModel, T5Config
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UViTModel
 from scalelong_diffusers.text.encoding import CaptionEncoder, load_text_encoder
@@ -92,6 +92,16 @@ class TestLoading:
         again = CaptionEncoder(*load_text_encoder(tmp_path), uvit())
         assert torch.equal(again(CAPTIONS), CaptionEncoder(encoder, tokenizer, uvit())(CAPTIONS))
         assert not again.text_encoder.training
+
+    def test_from_a_whole_clip(self, uvit, tiny_clip, tmp_path):
+        encoder, tokenizer = tiny_clip
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        whole = CLIPModel(CLIPConfig(text_config=encoder.config.to_dict(), vision_config=vision)).eval()
+        whole.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        loaded = CaptionEncoder(*load_text_encoder(tmp_path), uvit())
+        ids = loaded.tokenize(CAPTIONS)
+        assert torch.equal(loaded(CAPTIONS), whole.text_model(ids)[0])
 
     def test_half_precision_is_loaded_in_full_unless_it_is_asked_for(self, tiny_clip, tmp_path):
         encoder, tokenizer = tiny_clip
