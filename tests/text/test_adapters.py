@@ -334,21 +334,24 @@ class TestNoAdapter:
             load_adapter(build_kind("sd1"), "some/adapter")
 
 
-def test_a_lora_without_peft(build_kind, fine_tuned, in_fresh_process, tmp_path):
+def test_lora_without_peft(build_kind, fine_tuned, in_fresh_process, tmp_path):
     build_kind("sd1").save_pretrained(tmp_path / "base")
     save_adapter(fine_tuned(), tmp_path / "adapter")
     code = """
 import sys
 sys.modules["peft"] = None  # as where it is not installed
-from diffusers import DiffusionPipeline
 from scalelong_diffusers import load_adapter
-pipe = DiffusionPipeline.from_pretrained("base")
-try:
-    load_adapter(pipe, "adapter")
-except ImportError as error:
-    print(error)
+from scalelong_diffusers.text.fine_tuning import prepare_for_fine_tuning
+from scalelong_diffusers.text.stable_diffusion import load_stable_diffusion
+pipe = load_stable_diffusion("base")
+for attempt in (lambda: load_adapter(pipe, "adapter"), lambda: prepare_for_fine_tuning(pipe, "cs", lora_rank=2)):
+    try:
+        attempt()
+    except ImportError as error:
+        print(error)
 print(type(pipe.unet).__name__)
+prepare_for_fine_tuning(pipe, "cs")
 """
-    message, name = in_fresh_process(code).stdout.splitlines()
-    assert message == "LoRA needs the package peft: pip install 'scalelong-diffusers[lora]'"
+    *messages, name = in_fresh_process(code).stdout.splitlines()
+    assert messages == ["LoRA needs the package peft: pip install 'scalelong-diffusers[lora]'"] * 2
     assert name == "UNet2DConditionModel"

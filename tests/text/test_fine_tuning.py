@@ -157,20 +157,3 @@ class TestWhatCanNotBe:
         for rank in (2, None):
             with pytest.raises(ValueError, match=r"has the adapter default; make it part of the weights"):
                 prepare_for_fine_tuning(pipe, "cs", lora_rank=rank)
-
-    def test_lora_without_peft(self, build_kind, in_fresh_process, tmp_path):
-        build_kind("sd1").save_pretrained(tmp_path / "pipe")
-        code = """
-import sys
-sys.modules["peft"] = None  # as where it is not installed
-from scalelong_diffusers.text.fine_tuning import prepare_for_fine_tuning
-from scalelong_diffusers.text.stable_diffusion import load_stable_diffusion
-pipe = load_stable_diffusion("pipe")
-try:
-    prepare_for_fine_tuning(pipe, "cs", lora_rank=2)
-except ImportError as error:
-    print(error)
-prepare_for_fine_tuning(pipe, "cs")
-"""
-        printed = in_fresh_process(code).stdout
-        assert printed == "LoRA needs the package peft: pip install 'scalelong-diffusers[lora]'\n"
