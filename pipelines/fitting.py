@@ -69,11 +69,6 @@ def takes_text(model: nn.Module) -> bool:
     return not isinstance(model, UNet2DModel)
 
 
-def text_width(model: nn.Module) -> int:
-    """The width of the hidden states that a model of text takes."""
-    return model.config.get("encoder_hid_dim") or model.config.cross_attention_dim
-
-
 def predicts_variance(model: nn.Module) -> bool:
     """Whether the output is the mean and the variance, as in improved DDPM."""
     return model.config.out_channels == 2 * model.config.in_channels

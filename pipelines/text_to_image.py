@@ -14,7 +14,14 @@ from scalelong_diffusers.pipelines.fitting import (
     bare_model,
     check_size,
     check_tensor,
+)
+from scalelong_diffusers.text.encoding import (
+    check_text_width,
+    cut_texts,
+    hidden_states,
+    max_tokens,
     text_width,
+    tokenize,
 )
 
 
@@ -54,11 +61,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
     ):
         super().__init__()
         self._set_up(unet, scheduler, vae, latent_scale, text_encoder=text_encoder, tokenizer=tokenizer)
-        if text_encoder is not None and text_encoder.config.hidden_size != text_width(bare_model(unet)):
-            raise ValueError(
-                f"the text_encoder's hidden states are {text_encoder.config.hidden_size} wide, but this "
-                f"{type(bare_model(unet)).__name__} takes {text_width(bare_model(unet))}"
-            )
+        if text_encoder is not None:
+            check_text_width(text_encoder, bare_model(unet))
 
     @torch.no_grad()
     def __call__(
@@ -167,28 +171,11 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
                 raise ValueError(
                     f"a prompt needs the component {component}, which this pipeline lacks; give prompt_embeds"
                 )
-        limit = self._max_tokens()
-        self._warn_of_what_is_cut(prompts, limit)
-        # Padded to the full length, also where a model takes less, since that is how such models are trained.
-        ids = self.tokenizer(
-            prompts, padding="max_length", max_length=limit, truncation=True, return_tensors="pt"
-        ).input_ids
-        return self.text_encoder(ids.to(self._execution_device))[0]
-
-    def _max_tokens(self) -> int:
-        limits = [self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings]
-        context_length = bare_model(self.unet).config.get("context_length")
-        return min(limits if context_length is None else [*limits, context_length])
-
-    def _warn_of_what_is_cut(self, prompts: list[str], limit: int):
-        for ids in self.tokenizer(list(dict.fromkeys(prompts))).input_ids:
-            if len(ids) > limit:
-                # The last token says that the text ends, and is kept.
-                cut = self.tokenizer.decode(ids[limit - 1 : -1])
-                logger.warning(
-                    "a prompt of %d tokens is cut to %d, the limit of its encoder; this part of it is lost: %r",
-                    len(ids), limit, cut,
-                )  # fmt: skip
+        limit = max_tokens(self.text_encoder, self.tokenizer, bare_model(self.unet))
+        for sentence in cut_texts("prompt", prompts, self.tokenizer, limit):
+            logger.warning("%s", sentence)
+        ids = tokenize(prompts, self.tokenizer, limit)
+        return hidden_states(ids.to(self._execution_device), self.text_encoder)
 
 
 def _checked_prompts(name: str, prompt: str | list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from scalelong_diffusers.version import __version__
 
 
 if TYPE_CHECKING:
+    from scalelong_diffusers.adapters import load_adapter, save_adapter
     from scalelong_diffusers.model_card import CardFacts
     from scalelong_diffusers.models.mixin import SkipScalingMixin
     from scalelong_diffusers.models.unets import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
         load_pipeline,
     )
     from scalelong_diffusers.presets import model_from_preset
-    from scalelong_diffusers.sharing import push_to_hub
+    from scalelong_diffusers.sharing import push_adapter, push_to_hub
 
 __all__ = [
     "CardFacts",
@@ -53,10 +54,13 @@ __all__ = [
     "UViTModel",
     "__version__",
     "apply_skip_scaling",
+    "load_adapter",
     "load_pipeline",
     "model_from_preset",
+    "push_adapter",
     "push_to_hub",
     "remove_skip_scaling",
+    "save_adapter",
     "set_skip_scaling_strength",
     "skip_connections",
 ]
@@ -70,6 +74,7 @@ _LAZY_MODULES = (
     "scalelong_diffusers.model_card",
     "scalelong_diffusers.sharing",
     "scalelong_diffusers.pipelines",
+    "scalelong_diffusers.adapters",
 )
 
 

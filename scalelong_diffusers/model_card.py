@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,46 @@ def make_card(
 
     `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
     """
+    use = _use_of(model_or_pipeline)
+    return _make_card(_sections(model_or_pipeline, repo_id, facts, load_options or {}), use, repo_id, facts, previous)
+
+
+def make_adapter_card(
+    pipe: DiffusionPipeline,
+    base_model: str,
+    repo_id: str,
+    facts: CardFacts,
+    previous: str | None = None,
+    revision: str | None = None,
+) -> ModelCard:
+    """The card of what `save_adapter` saves of a pipeline, which says what it is loaded into."""
+    name = type(pipe).__name__
+    loading = [
+        f"from {_library(pipe)} import {name}",
+        "from scalelong_diffusers import load_adapter",
+        "",
+        f"pipe = {name}.from_pretrained({_literal(base_model)})",
+        f"load_adapter(pipe, {_literal(repo_id)}" + (f", revision={_literal(revision)})" if revision else ")"),
+        *_drawing(_use_of(pipe)),
+    ]
+    intro = [
+        f"An adapter of [{base_model}](https://huggingface.co/{base_model}): the scaling of its long skip connections "
+        "and, where there is one, a LoRA.",
+        "",
+    ]
+    sections = _sections_with(loading, pipe, repo_id, facts, intro, package="'scalelong-diffusers[lora]'")
+    card = _make_card(sections, _use_of(pipe), repo_id, facts, previous)
+    card.data.base_model = base_model
+    card.data.base_model_relation = "adapter"
+    return card
+
+
+def _make_card(
+    sections: list[str], use: tuple[str, str] | None, repo_id: str, facts: CardFacts, previous: str | None
+) -> ModelCard:
     card = _card_of(previous, repo_id) if previous else ModelCard("---\n{}\n---\n")
-    _complete_metadata(card.data, _use_of(model_or_pipeline), facts)
-    generated = "\n".join([START, *_sections(model_or_pipeline, repo_id, facts, load_options or {}), END])
+    _complete_metadata(card.data, use, facts)
+    generated = "\n".join([START, *sections, END])
     # From the last mark that an end follows: where somebody removed an end, the text after it is theirs.
     start, end = re.escape(START), re.escape(END)
     marked = re.compile(f"{start}(?:(?!{start}).)*?{end}", re.DOTALL)
@@ -140,15 +177,27 @@ def _sections(
     facts: CardFacts,
     load_options: Mapping[str, Any],
 ) -> list[str]:
+    return _sections_with(_snippet(model_or_pipeline, repo_id, load_options), model_or_pipeline, repo_id, facts)
+
+
+def _sections_with(
+    snippet: list[str],
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    repo_id: str,
+    facts: CardFacts,
+    intro: Sequence[str] = (),
+    package: str = "scalelong-diffusers",
+) -> list[str]:
     lines = [f"# {repo_id.split('/')[-1]}", ""]
     if facts.samples is not None:
         lines += [f"![samples]({SAMPLES})", ""]
     lines += [
+        *intro,
         "Made with [scalelong-diffusers](https://pypi.org/project/scalelong-diffusers), which has to be installed:",
-        "`pip install scalelong-diffusers`",
+        f"`pip install {package}`",
         "",
         "```python",
-        *_snippet(model_or_pipeline, repo_id, load_options),
+        *snippet,
         "```",
         "",
         "## Skip scaling",
@@ -173,7 +222,7 @@ def _snippet(
 ) -> list[str]:
     name = type(model_or_pipeline).__name__
     source = ", ".join([_literal(repo_id), *(f"{key}={_literal(value)}" for key, value in load_options.items())])
-    is_ours = type(model_or_pipeline).__module__.split(".")[0] == "scalelong_diffusers"
+    is_ours = _library(model_or_pipeline) == "scalelong_diffusers"
     imports = (
         [f"from scalelong_diffusers import {name}"]
         if is_ours
@@ -185,8 +234,15 @@ def _snippet(
     if not isinstance(model_or_pipeline, DiffusionPipeline):
         return [*imports, "", f"model = {name}.from_pretrained({source})"]
     loading = [*imports, "", f"pipe = {name}.from_pretrained({source})"]
-    use = _use_of(model_or_pipeline)
-    return loading if use is None else [*loading, f"image = pipe({use[1]}).images[0]", 'image.save("image.png")']
+    return [*loading, *_drawing(_use_of(model_or_pipeline))]
+
+
+def _drawing(use: tuple[str, str] | None) -> list[str]:
+    return [] if use is None else [f"image = pipe({use[1]}).images[0]", 'image.save("image.png")']
+
+
+def _library(model_or_pipeline: ModelMixin | DiffusionPipeline) -> str:
+    return type(model_or_pipeline).__module__.split(".")[0]
 
 
 def _literal(value: Any) -> str:

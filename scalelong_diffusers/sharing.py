@@ -3,15 +3,16 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline, ModelMixin
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 
+from scalelong_diffusers.adapters import save_adapter
 from scalelong_diffusers.hub import find_file, hub_errors_as_sentences
-from scalelong_diffusers.model_card import SAMPLES, CardFacts, make_card
+from scalelong_diffusers.model_card import SAMPLES, CardFacts, make_adapter_card, make_card
 
 
 _LOADER = '''\
@@ -56,30 +57,103 @@ def push_to_hub(
     ```
     """
     card = CardFacts.parse(card)
-    if create_pr and revision is not None:
-        raise ValueError(f"a pull request is opened against main: give create_pr or revision={revision!r}, not both")
     load_options = {"revision": revision, "variant": save_options.get("variant"), "trust_remote_code": loader_files}
     load_options = {name: value for name, value in load_options.items() if value}
+
+    def save(folder: str):
+        model_or_pipeline.save_pretrained(folder, **save_options)
+        if loader_files:
+            add_loader_files(folder)
+
+    def write_card(folder: str, repo_id: str, previous: str | None):
+        if subfolder is None:
+            _write_card(make_card(model_or_pipeline, repo_id, card, previous, load_options), card, folder)
+
+    return _push(
+        repo_id,
+        save,
+        write_card,
+        commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
+        private=private,
+        token=token,
+        create_pr=create_pr,
+        revision=revision,
+        subfolder=subfolder,
+    )
+
+
+def push_adapter(
+    pipe: DiffusionPipeline,
+    repo_id: str,
+    base_model: str | None = None,
+    commit_message: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    create_pr: bool = False,
+    revision: str | None = None,
+    card: CardFacts | Mapping[str, Any] | None = None,
+) -> str:
+    """
+    Push what `save_adapter` saves of a pipeline, and return the address of the commit.
+
+    Args:
+        base_model: the repository that the adapter is loaded into; by default the one that the pipeline came from.
+
+    The other arguments are those of [`push_to_hub`].
+
+    ```python
+    push_adapter(pipe, "user/my-adapter", base_model="some/sd", card={"training_data": "my photographs"})
+    ```
+    """
+    card = CardFacts.parse(card)
+    base_model = _repository_of(pipe) if base_model is None else base_model
+
+    def write_card(folder: str, repo_id: str, previous: str | None):
+        _write_card(make_adapter_card(pipe, base_model, repo_id, card, previous, revision), card, folder)
+
+    return _push(
+        repo_id,
+        lambda folder: save_adapter(pipe, folder),
+        write_card,
+        commit_message=commit_message or f"Upload an adapter of {base_model}",
+        private=private,
+        token=token,
+        create_pr=create_pr,
+        revision=revision,
+    )
+
+
+def _push(
+    repo_id: str,
+    save: Callable[[str], None],
+    write_card: Callable[[str, str, str | None], None],
+    *,
+    commit_message: str,
+    private: bool | None,
+    token: str | None,
+    create_pr: bool,
+    revision: str | None,
+    subfolder: str | None = None,
+) -> str:
+    """Upload what `save` puts into a folder, with the card of `write_card(folder, repo_id, previous)`."""
+    if create_pr and revision is not None:
+        raise ValueError(f"a pull request is opened against main: give create_pr or revision={revision!r}, not both")
     api = HfApi(token=token)
     with hub_errors_as_sentences(repo_id, revision), tempfile.TemporaryDirectory() as folder:
         # What can fail here comes before anything is made on the Hub. The card is written for that alone: what it
         # keeps of the previous one is known only once the repository is there.
-        model_or_pipeline.save_pretrained(folder, **save_options)
-        if loader_files:
-            add_loader_files(folder)
-        if subfolder is None:
-            _write_card(model_or_pipeline, folder, repo_id, card, None, load_options)
+        save(folder)
+        write_card(folder, repo_id, None)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        if subfolder is None:
-            write_model_card(model_or_pipeline, folder, repo_id, card, token, load_options)
+        write_card(folder, repo_id, _card_on_hub(repo_id, token, revision))
         return str(
             api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
                 path_in_repo=subfolder,
-                commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
+                commit_message=commit_message,
                 create_pr=create_pr,
                 revision=revision,
             )
@@ -99,24 +173,30 @@ def write_model_card(
 
     `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
     """
-    load_options = load_options or {}
-    previous = find_file(repo_id, "README.md", token=token, revision=load_options.get("revision"))
-    text = None if previous is None else Path(previous).read_text(encoding="utf-8")
-    _write_card(model_or_pipeline, folder, repo_id, facts or CardFacts(), text, load_options)
+    load_options, facts = load_options or {}, facts or CardFacts()
+    previous = _card_on_hub(repo_id, token, load_options.get("revision"))
+    _write_card(make_card(model_or_pipeline, repo_id, facts, previous, load_options), facts, folder)
 
 
-def _write_card(
-    model_or_pipeline: ModelMixin | DiffusionPipeline,
-    folder: str | os.PathLike,
-    repo_id: str,
-    facts: CardFacts,
-    previous: str | None,
-    load_options: Mapping[str, Any],
-):
-    card = make_card(model_or_pipeline, repo_id, facts, previous, load_options)
+def _card_on_hub(repo_id: str, token: str | None, revision: str | None) -> str | None:
+    file = find_file(repo_id, "README.md", token=token, revision=revision)
+    return None if file is None else Path(file).read_text(encoding="utf-8")
+
+
+def _write_card(card: ModelCard, facts: CardFacts, folder: str | os.PathLike):
     card.save(os.path.join(folder, "README.md"))
     if facts.samples is not None:
         facts.samples.save(os.path.join(folder, SAMPLES))
+
+
+def _repository_of(pipe: DiffusionPipeline) -> str:
+    source = pipe.config.get("_name_or_path")
+    if source is None or os.path.exists(source):
+        raise ValueError(
+            "base_model must name the repository on the Hub that the adapter is loaded into; this pipeline was loaded "
+            f"from {source or 'nowhere'}"
+        )
+    return source
 
 
 def add_loader_files(folder: str | os.PathLike):

@@ -177,6 +177,13 @@ class TrainingLoop:
         """Run a function in one process, while the others wait; where it fails, all of them fail."""
         return on_main_process(self.accelerator, function)
 
+    def finish(self):
+        """End the trackers and the process group."""
+        # DDP has to let go of the process group first: torch waits for ever where it is the last to hold it.
+        self.models.clear()
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
     # What happens around a batch
 
     def _begin(self, micro_step: int):

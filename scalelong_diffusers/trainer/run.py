@@ -41,6 +41,10 @@ def run_script(main: Callable[[], None]):
         main()
     except TrainingStopped as stopped:
         print(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
+        if torch.distributed.is_initialized():
+            # What DDP holds is not taken apart in a safe order here, and torch waits for ever then.
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(stopped.exit_code)
         sys.exit(stopped.exit_code)
 
 
@@ -119,7 +123,7 @@ def save_pipeline(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[st
         loop.on_main_process(lambda: _save_into(pipeline, loop.folder))
         if args.push_to_hub:
             loop.on_main_process(lambda: _push(loop, pipeline, card or {}))
-    loop.accelerator.end_training()
+    loop.finish()
 
 
 def _share_out_batch(args: argparse.Namespace, num_processes: int):
