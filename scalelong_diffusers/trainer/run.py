@@ -77,6 +77,11 @@ def start(args: argparse.Namespace) -> Accelerator:
         raise ValueError(
             f"the scripts train with DDP, and accelerate is set up for {accelerator.distributed_type.value}"
         )
+    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
+        raise ValueError(
+            f"{os.environ['WORLD_SIZE']} processes were started, and accelerate does not let them work together: on "
+            "CPUs start them by accelerate launch --cpu"
+        )
     _share_out_batch(args, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     on_main_process(accelerator, lambda: _prepare_folder(args, folder))

@@ -1,11 +1,13 @@
 """Runs of the training scripts, in this process or in others, with a model that takes milliseconds for a step."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -131,6 +133,15 @@ class Launched:
             start_new_session=True,
         )
 
+    def kill(self):
+        """All of its processes at once; a launcher starts them outside of its own group."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        for process in [*family, self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family)
+        self.process.communicate()
+
     def wait(self, timeout: float = 240) -> tuple[int, str, str]:
         stdout, stderr = self.process.communicate(timeout=timeout)
         return self.process.returncode, stdout, stderr
@@ -153,8 +164,7 @@ def launch(tiny_config):
     yield run
     for launched in started:
         if launched.process.poll() is None:
-            os.killpg(launched.process.pid, 9)
-            launched.process.wait()
+            launched.kill()
 
 
 @pytest.fixture(scope="session")

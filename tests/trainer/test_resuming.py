@@ -22,11 +22,6 @@ def wait_for(condition, launched, seconds=120):
         time.sleep(0.001)
 
 
-def kill(launched):
-    os.killpg(launched.process.pid, signal.SIGKILL)
-    launched.process.communicate()
-
-
 def lines_of(folder) -> int:
     file = folder / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
@@ -79,7 +74,7 @@ def test_killed_while_it_trains(launch, assert_same_run, tmp_path, workers, proc
     broken = tmp_path / "broken"
     running = launch(broken, max_train_steps=400, **changes)
     wait_for(lambda: lines_of(broken) > 10, running)
-    kill(running)
+    running.kill()
     code, _, errors = launch(broken, resume_from_checkpoint="latest", **changes).wait()
     assert code == 0, errors
     assert other.wait()[0] == 0
@@ -93,7 +88,7 @@ def test_killed_while_it_writes_a_checkpoint(launch, train, unbroken, assert_sam
     broken = tmp_path / "broken"
     running = launch(broken, max_train_steps=400, checkpointing_steps=1)
     wait_for(lambda: lines_of(broken) > 4 and list(broken.glob(".partial-*")), running)
-    kill(running)
+    running.kill()
     assert list(broken.glob(".partial-*")), "it was killed between two checkpoints after all"
     train(broken, resume_from_checkpoint="latest")
     assert not list(broken.glob(".partial-*"))
