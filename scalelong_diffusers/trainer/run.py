@@ -79,8 +79,8 @@ def start(args: argparse.Namespace) -> Accelerator:
         )
     if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
         raise ValueError(
-            f"{os.environ['WORLD_SIZE']} processes were started, and accelerate does not let them work together: on "
-            "CPUs start them by accelerate launch --cpu"
+            f"{os.environ['WORLD_SIZE']} processes were started, and accelerate finds no GPU for them: on CPUs set "
+            "ACCELERATE_USE_CPU=1"
         )
     _share_out_batch(args, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32

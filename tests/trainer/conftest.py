@@ -103,7 +103,7 @@ def refused(train, tmp_path, capsys):
 class Launched:
     """A training script in processes of its own."""
 
-    def __init__(self, arguments: list[str], processes: int = 1, launcher: bool = False):
+    def __init__(self, arguments: list[str], processes: int = 1):
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -111,18 +111,7 @@ class Launched:
             "ACCELERATE_USE_CPU": "1",
         }
         start = [sys.executable]
-        if launcher:
-            start = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
-            start += [
-                "--num_machines",
-                "1",
-                "--mixed_precision",
-                "no",
-                "--dynamo_backend",
-                "no",
-                "--main_process_port=0",
-            ]
-        elif processes > 1:
+        if processes > 1:
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         self.process = subprocess.Popen(
             [*start, *map(str, arguments)],
@@ -153,12 +142,16 @@ def launch(tiny_config):
     started = []
 
     def run(
-        output_dir: Path, processes: int = 1, launcher: bool = False, python_code: str | None = None, **changes
+        output_dir: Path,
+        processes: int = 1,
+        python_code: str | None = None,
+        script: Path = SCRIPTS / "train_unconditional.py",
+        **changes,
     ) -> Launched:
         settings = {"model_config_name_or_path": tiny_config, **SMALL, **changes}
-        script = [SCRIPTS / "train_unconditional.py", *flags(output_dir=output_dir, **settings)]
-        script = script if python_code is None else ["-c", python_code, *script]
-        started.append(Launched(script, processes, launcher))
+        words = [script, *flags(output_dir=output_dir, **settings)]
+        words = words if python_code is None else ["-c", python_code, *words]
+        started.append(Launched(words, processes))
         return started[-1]
 
     yield run
