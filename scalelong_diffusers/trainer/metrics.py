@@ -1,6 +1,7 @@
 """Where the figures of a run go: `metrics.jsonl`, the trackers of accelerate, and the progress bar."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ class MetricsFile:
         os.replace(partial, self.file)
 
     def write(self, line: dict[str, Any]):
+        # JSON has no infinity, and what is not finite is no figure.
+        line = {name: value if _is_finite(value) else None for name, value in line.items()}
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -37,3 +40,7 @@ class MetricsFile:
             except ValueError:
                 break  # the process ended while it wrote this one
         return lines
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
 
 from scalelong_diffusers.data import TrainingData
+from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
 from scalelong_diffusers.sharing import push_to_hub
 from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder, write_json
@@ -62,6 +64,7 @@ def mistakes_as_sentences():
 def start(args: argparse.Namespace) -> Accelerator:
     """The accelerator, once it is known that the output folder can be written and holds no other run."""
     folder = Path(args.output_dir)
+    _check_tracker(args.report_to)
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -129,6 +132,16 @@ def save_pipeline(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[st
         if args.push_to_hub:
             loop.on_main_process(lambda: _push(loop, pipeline, card or {}))
     loop.finish()
+
+
+def _check_tracker(name: str):
+    if name in ("none", "all"):
+        return
+    if name not in LOGGER_TYPE_TO_CLASS:
+        accepted = ["none", "all", *LOGGER_TYPE_TO_CLASS]
+        raise ValueError(f"--report_to {name} is unknown{near_miss(name, accepted)}; accepted: {', '.join(accepted)}")
+    if name not in get_available_trackers():
+        raise ValueError(f"--report_to {name} needs its package, which is not installed: pip install {name}")
 
 
 def _share_out_batch(args: argparse.Namespace, num_processes: int):
