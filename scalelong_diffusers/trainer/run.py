@@ -15,6 +15,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
+from PIL import Image
 
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.messages import near_miss
@@ -71,10 +72,6 @@ def start(args: argparse.Namespace) -> Accelerator:
         log_with=None if args.report_to == "none" else args.report_to,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / args.logging_dir),
     )
-    if args.report_to not in ("none", "all") and not accelerator.log_with:
-        raise ValueError(
-            f"--report_to {args.report_to} needs a package that is not there: pip install {args.report_to}"
-        )
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in supported:
         raise ValueError(
@@ -112,7 +109,7 @@ def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingDat
     for name, value in shown.items():
         accelerator.print(f"{name}: {value}")
     on_main_process(accelerator, lambda: write_json(Path(args.output_dir, SETTINGS_FILE), shown))
-    if accelerator.trackers == [] and args.report_to != "none":
+    if args.report_to != "none":
         scalars = {name: value for name, value in shown.items() if isinstance(value, (int, float, str, bool))}
         accelerator.init_trackers(args.tracker_project_name, config=scalars)
     # With a constant rate a run can be made longer; otherwise its length is part of the schedule.
@@ -140,7 +137,7 @@ def _check_tracker(name: str):
     if name not in LOGGER_TYPE_TO_CLASS:
         accepted = ["none", "all", *LOGGER_TYPE_TO_CLASS]
         raise ValueError(f"--report_to {name} is unknown{near_miss(name, accepted)}; accepted: {', '.join(accepted)}")
-    if name not in get_available_trackers():
+    if name not in [tracker.value for tracker in get_available_trackers()]:
         raise ValueError(f"--report_to {name} needs its package, which is not installed: pip install {name}")
 
 
@@ -193,6 +190,7 @@ def _push(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[str, Any])
     args = loop.args
     repo_id = args.hub_model_id or loop.folder.resolve().name
     loss = loop.metrics.last("validation_loss")
+    grids = sorted((loop.folder / "samples").glob("*.png"))
     facts = {
         "preset": args.preset,
         "training_data": loop.data.description,
@@ -203,6 +201,7 @@ def _push(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[str, Any])
             "EMA": args.ema_decay if args.use_ema else "no",
         },
         "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
+        "samples": Image.open(grids[-1]) if grids else None,
         **card,
     }
     try:
