@@ -202,7 +202,7 @@ class TrainingLoop:
         self.accelerator.unscale_gradients()
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         figures = torch.stack([torch.stack(self._losses).mean(), norm, norm.new_tensor(float(self._stop_signal))])
-        loss, norm, stop = self.accelerator.reduce(figures.double(), "mean").tolist()
+        loss, norm, stop = self.accelerator.reduce(figures, "mean").tolist()
         if stop and not self._stop_signal:
             self._stop_signal = signal.SIGTERM  # another process was told
         self._count_nonfinite(loss, norm)

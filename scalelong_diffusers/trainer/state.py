@@ -49,8 +49,7 @@ def load_state(loop: "TrainingLoop", folder: Path, state: dict[str, Any]):
     for name, module in loop.modules.items():
         _load_weights(module, folder / name)
     _load_optimizer_state(loop, load_file(folder / _OPTIMIZER_FILE), state["optimizer"])
-    loop.lr_scheduler.last_epoch = state["lr_scheduler_steps"]
-    loop.lr_scheduler._last_lr = [group["lr"] for group in loop.optimizer.param_groups]
+    _set_rate(loop, state["lr_scheduler_steps"])
     if loop.accelerator.scaler is not None:
         loop.accelerator.scaler.load_state_dict(state["scaler"])
     loop.global_step = loop.logged_at = state["step"]
@@ -69,20 +68,26 @@ def _optimizer_state(loop: "TrainingLoop") -> tuple[dict[str, torch.Tensor], dic
     for parameter, entries in loop.optimizer.optimizer.state.items():
         for key, value in entries.items():
             (tensors if isinstance(value, torch.Tensor) else numbers)[f"{names[id(parameter)]}/{key}"] = value
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in loop.optimizer.param_groups]
-    return tensors, {"state": numbers, "groups": groups}
+    return tensors, numbers
 
 
 def _load_optimizer_state(loop: "TrainingLoop", tensors: dict[str, torch.Tensor], numbers: dict[str, Any]):
     optimizer = loop.optimizer.optimizer
-    for key, value in {**tensors, **numbers["state"]}.items():
+    for key, value in {**tensors, **numbers}.items():
         name, entry = key.rsplit("/", 1)
         parameter = loop.named_parameters[name]
         # As torch keeps it: what has the parameter's shape is beside it, the count of steps is on the CPU.
         on_device = isinstance(value, torch.Tensor) and value.dim() > 0
         optimizer.state[parameter][entry] = value.to(parameter.device) if on_device else value
-    for group, saved in zip(optimizer.param_groups, numbers["groups"]):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+
+
+def _set_rate(loop: "TrainingLoop", steps: int):
+    """The rate after so many steps, from the flags: they may have been changed on purpose."""
+    scheduler = loop.lr_scheduler
+    scheduler.last_epoch = steps
+    scheduler._last_lr = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(loop.optimizer.param_groups, scheduler._last_lr):
+        group["lr"] = rate
 
 
 def largest_gradients(named_parameters: dict[str, nn.Parameter], count: int = 3) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 
 from scalelong_diffusers.data import Batch
@@ -45,10 +46,11 @@ def _mean_losses(loop: TrainingLoop, losses_of, model: nn.Module) -> tuple[float
     sums = torch.zeros(2, BINS, dtype=torch.float64)
     for batch in batches:
         bins = (batch.uniform("timestep") * BINS).long()
-        losses = losses_of(model, batch.to(accelerator.device)).double().cpu()
+        losses = losses_of(model, batch.to(accelerator.device)).cpu().double()
         sums[0].index_add_(0, bins, losses)
         sums[1].index_add_(0, bins, torch.ones_like(losses))
-    totals, counts = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
+    # As numbers, since not every device has tensors of float64.
+    totals, counts = torch.tensor(gather_object([sums.tolist()]), dtype=torch.float64).sum(0).tolist()
     per_bin = [total / count if count else None for total, count in zip(totals, counts)]
     return sum(totals) / sum(counts), per_bin
 

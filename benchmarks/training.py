@@ -1,0 +1,154 @@
+"""
+What the training loop costs, beside forward, backward and the optimizer's step.
+
+    python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint] [--json]
+
+loop: steps of the unconditional script's loop, with its data, noise, average, clipping and log, against a bare loop of
+the same model and optimizer whose batches and noise are there already; side by side in one run. loader: the images per
+second that are read without training. checkpoint: writing one of the U-ViT S/2 of CIFAR-10.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from measure import machine, paired_ratio, paired_times
+
+from scalelong_diffusers.data import DataSettings, TrainingData, load_training_data
+from scalelong_diffusers.trainer import (
+    NoiseProcess,
+    TrainingLoop,
+    build_model,
+    parse_training_arguments,
+    settle,
+    start,
+    training_parser,
+)
+
+
+LIMIT = 0.97
+BATCH = 32
+LOADED = 6_000  # images
+
+
+def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, TrainingData]:
+    words = [f"--{name}={value}" for name, value in {"output_dir": folder, "max_train_steps": 10**6, **flags}.items()]
+    args = parse_training_arguments(training_parser("", condition=None), words)
+    accelerator = start(args)
+    settings = DataSettings.from_arguments(args)
+    data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
+    unet = build_model(args, data)
+    with contextlib.redirect_stdout(None):  # the settings
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
+    return loop, NoiseProcess.from_arguments(args), data
+
+
+def our_step(loop: TrainingLoop, process: NoiseProcess) -> Callable[[], None]:
+    batches = iter(loop)
+
+    def step():
+        batch = next(batches)
+        clean = batch["pixel_values"]
+        noise = batch.normal_like(clean, "noise")
+        timesteps = process.timesteps(batch.uniform("timestep"))
+        prediction = loop.models["unet"](process.add_noise(clean, noise, timesteps), timesteps).sample
+        loop.step(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+
+    return step
+
+
+def bare_step(model: torch.nn.Module, data: TrainingData, process: NoiseProcess) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+    batch = next(iter(data.train.batches(batch_size=BATCH)))
+    noise = torch.randn_like(batch["pixel_values"])
+    timesteps = process.timesteps(torch.rand(BATCH))
+    noisy = process.add_noise(batch["pixel_values"], noise, timesteps)
+
+    def step():
+        F.mse_loss(model(noisy, timesteps).sample, noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_loop(rounds: int, folder: Path) -> dict:
+    loop, process, data = make_loop(folder / "loop", resolution=32, train_batch_size=BATCH)
+    bare = build_model(loop.args, data)
+    steps = {"ours": our_step(loop, process), "bare": bare_step(bare, data, process)}
+    times = paired_times(steps, rounds)
+    throughput = paired_ratio(times["bare"], times["ours"])
+    seconds = sorted(times["ours"])[rounds // 2]
+    return {"throughput": throughput, "images_per_second": BATCH / seconds}
+
+
+def measure_loader() -> dict:
+    rates = {}
+    for resolution, workers in itertools.product((32, 64), (0, 2)):
+        settings = DataSettings(resolution=resolution)
+        data = load_training_data(settings, channels=3, needs_labels=False, needs_captions=False, seed=0)
+        begin = time.perf_counter()
+        for _ in data.train.batches(batch_size=BATCH, num_steps=LOADED // BATCH, num_workers=workers):
+            pass
+        rates[f"{resolution} px, {workers} workers"] = LOADED / (time.perf_counter() - begin)
+    return rates
+
+
+def measure_checkpoint(folder: Path) -> dict:
+    flags = {"preset": "cifar10-uvit-s-2", "train_batch_size": 8, "checkpoints_total_limit": 1}
+    loop, process, _ = make_loop(folder / "checkpoint", **flags)
+    step, writing, training = our_step(loop, process), [], []
+    for _ in range(4):
+        begin = time.perf_counter()
+        step()
+        training.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        loop.save_checkpoint()
+        writing.append(time.perf_counter() - begin)
+    path = loop.checkpoints.path(loop.global_step)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    every = loop.args.checkpointing_steps
+    return {
+        "seconds": min(writing),
+        "mebibytes": size / 2**20,
+        "step_seconds": min(training),
+        f"part of a step, every {every} steps": min(writing) / every / min(training),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", choices=["loop", "loader", "checkpoint"])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {
+            "loop": lambda: measure_loop(arguments.rounds, Path(folder)),
+            "loader": measure_loader,
+            "checkpoint": lambda: measure_checkpoint(Path(folder)),
+        }
+        results = {name: part() for name, part in parts.items() if arguments.only in (None, name)}
+    if arguments.json:
+        print(json.dumps({"machine": machine(), "batch": BATCH, "results": results}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine().items()) + f", batch {BATCH}")
+    if "loop" in results:
+        throughput = results["loop"]["throughput"]
+        verdict = "ok" if throughput["high"] >= LIMIT else f"below {LIMIT}"
+        print("loop: throughput / bare {ratio:.3f} [{low:.3f}, {high:.3f}]".format(**throughput), verdict)
+        print(f"      {results['loop']['images_per_second']:.1f} images per second")
+    for name in ("loader", "checkpoint"):
+        for label, value in results.get(name, {}).items():
+            print(f"{name}: {label} {value:.4g}")
+
+
+if __name__ == "__main__":
+    main()
