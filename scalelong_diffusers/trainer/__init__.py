@@ -6,6 +6,14 @@ from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
 from scalelong_diffusers.trainer.noise import NoiseProcess
 from scalelong_diffusers.trainer.run import mistakes_as_sentences, run_script, save_pipeline, settle, start
+from scalelong_diffusers.trainer.text import (
+    build_text_encoder,
+    check_validation_prompts,
+    grid_prompts,
+    leave_out,
+    load_named_text_encoder,
+    text_condition,
+)
 from scalelong_diffusers.trainer.validation import save_samples, validation_losses
 
 
@@ -14,7 +22,12 @@ __all__ = [
     "TrainingLoop",
     "TrainingStopped",
     "build_model",
+    "build_text_encoder",
+    "check_validation_prompts",
     "encode_images",
+    "grid_prompts",
+    "leave_out",
+    "load_named_text_encoder",
     "load_vae",
     "mistakes_as_sentences",
     "parse_training_arguments",
@@ -23,6 +36,7 @@ __all__ = [
     "save_samples",
     "settle",
     "start",
+    "text_condition",
     "training_parser",
     "validation_losses",
 ]

@@ -68,6 +68,8 @@ def preset_flags(preset: Preset) -> dict[str, Any]:
         "max_train_steps": preset.max_train_steps,
         "ema_decay": preset.ema_decay,
         "class_dropout": preset.condition_dropout or 0.0,
+        "proportion_empty_prompts": preset.condition_dropout,
+        "guidance_scale": preset.guidance_scale,
         "total_batch_size": preset.train_batch_size,
         "latent_scale": preset.latent_scale,
     }

@@ -17,6 +17,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from scalelong_diffusers.data import Batch, TrainingData
 from scalelong_diffusers.patching import set_skip_scaling_strength
@@ -79,7 +80,7 @@ class TrainingLoop:
         for module in modules.values():
             module.to(accelerator.device).train()
             if args.gradient_checkpointing:
-                module.enable_gradient_checkpointing()
+                enable_gradient_checkpointing(module)
             if args.compile:
                 module.compile()
         self.named_parameters = {
@@ -356,6 +357,14 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> An
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def enable_gradient_checkpointing(module: nn.Module):
+    """By the name that it has in transformers, or in diffusers."""
+    if isinstance(module, PreTrainedModel):
+        module.gradient_checkpointing_enable()
+    else:
+        module.enable_gradient_checkpointing()
 
 
 def _strength_of(modules: dict[str, nn.Module]) -> dict[nn.Module, float]:

@@ -31,6 +31,7 @@ SETTINGS_FILE = "settings.json"
 _FREE = {
     *("output_dir", "logging_dir", "train_data_dir", "cache_dir", "report_to", "tracker_project_name"),
     *("logging_steps", "validation_steps", "sample_steps", "num_samples", "num_inference_steps"),
+    *("validation_prompts", "guidance_scale"),
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
     *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
     *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),
