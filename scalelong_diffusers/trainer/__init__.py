@@ -1,11 +1,24 @@
 """What the training scripts stand on: flags, models, noise, the loop, checkpoints and validation."""
 
-from scalelong_diffusers.trainer.arguments import parse_training_arguments, training_parser
+from scalelong_diffusers.trainer.arguments import (
+    fine_tuning_parser,
+    parse_fine_tuning_arguments,
+    parse_training_arguments,
+    training_parser,
+)
+from scalelong_diffusers.trainer.fine_tuning import check_warmup, eight_bit_adam, scale_without_jump
 from scalelong_diffusers.trainer.latents import encode_images
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
 from scalelong_diffusers.trainer.noise import NoiseProcess
-from scalelong_diffusers.trainer.run import mistakes_as_sentences, run_script, save_pipeline, settle, start
+from scalelong_diffusers.trainer.run import (
+    mistakes_as_sentences,
+    run_script,
+    save_adapter_alone,
+    save_pipeline,
+    settle,
+    start,
+)
 from scalelong_diffusers.trainer.text import (
     build_text_encoder,
     check_validation_prompts,
@@ -24,16 +37,22 @@ __all__ = [
     "build_model",
     "build_text_encoder",
     "check_validation_prompts",
+    "check_warmup",
+    "eight_bit_adam",
     "encode_images",
+    "fine_tuning_parser",
     "grid_prompts",
     "leave_out",
     "load_named_text_encoder",
     "load_vae",
     "mistakes_as_sentences",
+    "parse_fine_tuning_arguments",
     "parse_training_arguments",
     "run_script",
+    "save_adapter_alone",
     "save_pipeline",
     "save_samples",
+    "scale_without_jump",
     "settle",
     "start",
     "text_condition",

@@ -194,10 +194,14 @@ class TrainingLoop:
         )
         if micro_step == 0:
             self._losses: list[torch.Tensor] = []
-            if self._strength is not None:
-                warmed = min(1.0, self.global_step / self.args.skip_scaling_warmup_steps)
-                for module, strength in self._strength.items():
-                    set_skip_scaling_strength(module, strength * warmed)
+            self._warm_up(self.global_step)
+
+    def _warm_up(self, step: int):
+        """Give the models the strength that their scaling has in a step, counted from 0."""
+        if self._strength is not None:
+            warmed = min(1.0, step / self.args.skip_scaling_warmup_steps)
+            for module, strength in self._strength.items():
+                set_skip_scaling_strength(module, strength * warmed)
 
     def _optimize(self):
         self.accelerator.unscale_gradients()
@@ -298,6 +302,8 @@ class TrainingLoop:
                 "--allow_changed_settings"
             )
         load_state(self, path, state)
+        # That of the last step, with which the models are saved where there is no other to come.
+        self._warm_up(max(0, self.global_step - 1))
         self.accelerator.print(f"resumed from {path}: going on after step {self.global_step}")
 
     # Surroundings
