@@ -231,7 +231,7 @@ def _push(loop: TrainingLoop, push: Callable[..., str], again: str, card: dict[s
         loop.accelerator.print(f"pushed: {url}")
     except (OSError, ValueError) as error:
         print(
-            f"warning: the push to {_repo_id(loop)} failed ({error}); all is whole in {loop.folder}: {again} tries "
-            "again",
+            f"warning: the push to {_repo_id(loop)} failed ({error}); the model is whole in {loop.folder}: {again} "
+            "tries again",
             file=sys.stderr,
         )
