@@ -17,7 +17,6 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from scalelong_diffusers.data import Batch, TrainingData
 from scalelong_diffusers.patching import set_skip_scaling_strength
@@ -80,7 +79,7 @@ class TrainingLoop:
         for module in modules.values():
             module.to(accelerator.device).train()
             if args.gradient_checkpointing:
-                enable_gradient_checkpointing(module)
+                _enable_gradient_checkpointing(module)
             if args.compile:
                 module.compile()
         self.named_parameters = {
@@ -365,12 +364,10 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> An
     return outcome[0]
 
 
-def enable_gradient_checkpointing(module: nn.Module):
-    """By the name that it has in transformers, or in diffusers."""
-    if isinstance(module, PreTrainedModel):
-        module.gradient_checkpointing_enable()
-    else:
-        module.enable_gradient_checkpointing()
+def _enable_gradient_checkpointing(module: nn.Module):
+    """By its name in diffusers, in transformers, or in transformers before it was renamed."""
+    names = ("enable_gradient_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+    getattr(module, next(name for name in names if hasattr(module, name)))()
 
 
 def _strength_of(modules: dict[str, nn.Module]) -> dict[nn.Module, float]:
