@@ -17,6 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
 from PIL import Image
+from transformers.utils.logging import disable_progress_bar
 
 from scalelong_diffusers.adapters import save_adapter
 from scalelong_diffusers.data import TrainingData
@@ -69,6 +70,7 @@ def start(args: argparse.Namespace) -> Accelerator:
     """The accelerator, once it is known that the output folder can be written and holds no other run."""
     folder = Path(args.output_dir)
     _check_tracker(args.report_to)
+    disable_progress_bar()  # of transformers, for each text encoder that is read or written
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,

@@ -86,10 +86,15 @@ def _trained_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 def _optimizer_state(loop: "TrainingLoop") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Its tensors by the name of their parameter, and what is no tensor."""
     names = {id(parameter): name for name, parameter in loop.named_parameters.items()}
-    tensors, numbers = {}, {}
+    tensors, numbers, written = {}, {}, set()
     for parameter, entries in loop.optimizer.optimizer.state.items():
         for key, value in entries.items():
-            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{names[id(parameter)]}/{key}"] = value
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.data_ptr() in written:
+                value = value.clone()  # 8-bit Adam has tables that all parameters share, and a file has no such thing
+            if is_tensor:
+                written.add(value.data_ptr())
+            (tensors if is_tensor else numbers)[f"{names[id(parameter)]}/{key}"] = value
     return tensors, numbers
 
 

@@ -1,5 +1,6 @@
 """Fine-tuning a Stable Diffusion begins with the model as it was, and leaves behind what loads scaled."""
 
+import importlib.util
 import json
 import shutil
 
@@ -236,6 +237,19 @@ class TestResuming:
         assert before["strength"] == 1
 
 
+def test_eight_bit_adam_is_resumed_bit_for_bit(tune, base, assert_same_run, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    changes = {"max_train_steps": 4, "checkpointing_steps": 2, "learning_rate": 0.01, "use_8bit_adam": True}
+    folder = base()
+    expected = tune(tmp_path / "unbroken", folder, **changes)
+    broken = shutil.copytree(expected, tmp_path / "broken")
+    shutil.rmtree(broken / "checkpoint-4")
+    tune(broken, folder, resume_from_checkpoint="latest", **changes)
+    assert_same_run(broken, expected)
+    state = load_file(expected / "checkpoint-4" / "optimizer.safetensors")
+    assert any(tensor.dtype == torch.uint8 for tensor in state.values())
+
+
 class TestDefaults:
     def test_the_rate_is_that_of_what_is_trained(self):
         whole, lora = (
@@ -270,6 +284,7 @@ class TestRefused:
     def test_with_a_sentence(self, refused_tuning, changes, message):
         assert message in refused_tuning(**{"resolution": None, **changes})
 
+    @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
     def test_eight_bits_without_the_package(self, refused_tuning):
         sentence = refused_tuning(use_8bit_adam=True, resolution=None)
         assert sentence == "--use_8bit_adam needs a package that is not there: pip install bitsandbytes"
