@@ -12,6 +12,7 @@ it holds the LoRA and the scaling alone, for `load_adapter(pipe, "out")`.
 """
 
 import argparse
+import logging
 import os
 from collections.abc import Sequence
 
@@ -27,8 +28,6 @@ from scalelong_diffusers.trainer import (
     NoiseProcess,
     TrainingLoop,
     check_validation_prompts,
-    check_warmup,
-    eight_bit_adam,
     encode_images,
     fine_tuning_parser,
     grid_prompts,
@@ -39,11 +38,11 @@ from scalelong_diffusers.trainer import (
     save_adapter_alone,
     save_pipeline,
     save_samples,
-    scale_without_jump,
     settle,
     start,
     validation_losses,
 )
+from scalelong_diffusers.trainer.fine_tuning import check_warmup, eight_bit_adam, scale_without_jump
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,6 +87,8 @@ def main(argv: Sequence[str] | None = None):
         accelerator = start(args)
         pipe = load_stable_diffusion(args.pretrained_model_name_or_path).to(accelerator.device)
         pipe.set_progress_bar_config(disable=True)
+        # In each step it would show the captions that it cuts.
+        logging.getLogger(type(pipe).__module__).setLevel(logging.ERROR)
         if args.resolution is None:
             args.resolution = pipe.unet.config.sample_size * vae_factor(pipe.vae)
         check_size("--resolution", args.resolution, vae_factor(pipe.vae))

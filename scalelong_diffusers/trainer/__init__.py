@@ -6,7 +6,6 @@ from scalelong_diffusers.trainer.arguments import (
     parse_training_arguments,
     training_parser,
 )
-from scalelong_diffusers.trainer.fine_tuning import check_warmup, eight_bit_adam, scale_without_jump
 from scalelong_diffusers.trainer.latents import encode_images
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
@@ -37,8 +36,6 @@ __all__ = [
     "build_model",
     "build_text_encoder",
     "check_validation_prompts",
-    "check_warmup",
-    "eight_bit_adam",
     "encode_images",
     "fine_tuning_parser",
     "grid_prompts",
@@ -52,7 +49,6 @@ __all__ = [
     "save_adapter_alone",
     "save_pipeline",
     "save_samples",
-    "scale_without_jump",
     "settle",
     "start",
     "text_condition",
