@@ -121,13 +121,14 @@ def main(argv: Sequence[str] | None = None):
         return process.weights(timesteps) * losses
 
     def samples() -> list:
+        prompts = grid_prompts(args, data)
         return pipe(
-            grid_prompts(args, data),
+            prompts,
             height=args.resolution,
             width=args.resolution,
             num_inference_steps=args.num_inference_steps,
             guidance_scale=args.guidance_scale,
-            generator=[generator_for(args.seed, "sample", k) for k in range(args.num_samples)],
+            generator=[generator_for(args.seed, "sample", k) for k in range(len(prompts))],
         ).images
 
     for batch in loop:

@@ -114,13 +114,14 @@ def main(argv: Sequence[str] | None = None):
         )
 
     def samples() -> list:
+        prompts = grid_prompts(args, data)
         pipe = pipeline()
         pipe.set_progress_bar_config(disable=True)
         return pipe(
-            grid_prompts(args, data),
+            prompts,
             num_inference_steps=args.num_inference_steps,
             guidance_scale=args.guidance_scale,
-            generator=[generator_for(args.seed, "sample", k) for k in range(args.num_samples)],
+            generator=[generator_for(args.seed, "sample", k) for k in range(len(prompts))],
         ).images
 
     for batch in loop:

@@ -65,9 +65,10 @@ def leave_out(batch: Batch, proportion: float) -> list[str]:
 
 
 def grid_prompts(args: argparse.Namespace, data: TrainingData) -> list[str]:
-    """The prompts of the sample grid: those of `--validation_prompts` in turn, or captions that were held out."""
-    if args.validation_prompts is not None:
-        return [args.validation_prompts[k % len(args.validation_prompts)] for k in range(args.num_samples)]
+    """The prompts of the sample grid: all of `--validation_prompts`, in turn, or captions that were held out."""
+    given = args.validation_prompts
+    if given is not None:
+        return [given[k % len(given)] for k in range(max(args.num_samples, len(given)))]
     held_out = data.validation
     return [held_out[k % held_out.num_samples].columns["captions"] for k in range(args.num_samples)]
 

@@ -8,6 +8,7 @@ import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scaling, load_adapter
@@ -154,10 +155,11 @@ print(scalelong_diffusers.skip_connections(pipe).config.method, type(pipe.unet).
         assert pipe.unet.skip_scaler.config.method == method
         assert pipe.unet.skip_scaler.config.strength == 1
 
-    def test_samples_of_the_prompts(self, tune, tmp_path):
-        prompts = ["a red circle", "purple"]
+    def test_samples_of_all_prompts(self, tune, tmp_path):
+        prompts = ["a red circle", "purple", "a green triangle"]
         out = tune(tmp_path / "out", validation_prompts=prompts, num_inference_steps=2, sample_steps=3, num_samples=2)
-        assert (out / "samples" / "step-000003.png").is_file()
+        with Image.open(out / "samples" / "step-000003.png") as grid:
+            assert grid.size == (32, 32)  # two by two of 16 pixels, the last one empty
 
     def test_a_lora_on_the_hub(self, hub, build_kind, tmp_path):
         build_kind("sd1").save_pretrained(tmp_path / "base")
@@ -235,6 +237,22 @@ class TestResuming:
         tune(out, folder, resume_from_checkpoint="latest", **changes)
         assert json.loads(file.read_text())["skip_scaling"] == before
         assert before["strength"] == 1
+
+
+def test_two_processes_train_a_lora_as_one_does(tune, launch, base, metrics_of, tmp_path):
+    folder, changes = base(), {**METHODS["ls"], **FAST, "lora_rank": 2, "learning_rate": 0.01}
+    two = launch(
+        tmp_path / "two",
+        processes=2,
+        script=finetune_text_to_image.__file__,
+        **{**changes, "train_batch_size": 2, "resolution": None, "model_config_name_or_path": None},
+        pretrained_model_name_or_path=folder,
+    )
+    one = tune(tmp_path / "one", folder, **changes)
+    code, _, errors = two.wait()
+    assert code == 0, errors
+    losses = [[line["loss"] for line in metrics_of(path)] for path in (one, tmp_path / "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_eight_bit_adam_is_resumed_bit_for_bit(tune, base, assert_same_run, tmp_path):
