@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights and their average as folders of models, the optimizer's tensors, and numbers."""
+"""What a checkpoint holds: weights and their average, most as folders of models, the optimizer's, and numbers."""
 
 import json
 import math
@@ -9,20 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from scalelong_diffusers.adapters import adapter_names
+
 
 if TYPE_CHECKING:
     from scalelong_diffusers.trainer.loop import TrainingLoop
 
 STATE_FILE = "state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
+_TRAINED_FILE = "trained.safetensors"
 
 
 def save_state(loop: "TrainingLoop", folder: Path):
     for name, module in loop.modules.items():
-        module.save_pretrained(folder / name)
+        _save_weights(module, folder / name)
         if loop.ema is not None:
             with loop.evaluating():
-                module.save_pretrained(folder / f"{name}_ema")
+                _save_weights(module, folder / f"{name}_ema")
     tensors, numbers = _optimizer_state(loop)
     save_file(tensors, folder / _OPTIMIZER_FILE)
     scaler = loop.accelerator.scaler
@@ -57,17 +60,41 @@ def load_state(loop: "TrainingLoop", folder: Path, state: dict[str, Any]):
     loop.losses_to_log = state["losses_to_log"]
 
 
+def _save_weights(module: nn.Module, folder: Path):
+    """As a model that can be loaded; of one with an adapter, which stands on a base, what is trained alone."""
+    if adapter_names(module):
+        folder.mkdir()
+        save_file(_trained_weights(module), folder / _TRAINED_FILE)
+    else:
+        module.save_pretrained(folder)
+
+
 def _load_weights(module: nn.Module, folder: Path):
+    if adapter_names(module):
+        trained = load_file(folder / _TRAINED_FILE)
+        if missing := _trained_weights(module).keys() ^ trained.keys():
+            raise ValueError(f"{folder} was trained with another adapter: {sorted(missing)[0]} is not in both")
+        module.load_state_dict(trained, strict=False)
+        return
     module.load_state_dict(type(module).from_pretrained(folder, dtype=module.dtype).state_dict())
+
+
+def _trained_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().contiguous() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _optimizer_state(loop: "TrainingLoop") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Its tensors by the name of their parameter, and what is no tensor."""
     names = {id(parameter): name for name, parameter in loop.named_parameters.items()}
-    tensors, numbers = {}, {}
+    tensors, numbers, written = {}, {}, set()
     for parameter, entries in loop.optimizer.optimizer.state.items():
         for key, value in entries.items():
-            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{names[id(parameter)]}/{key}"] = value
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.data_ptr() in written:
+                value = value.clone()  # 8-bit Adam has tables that all parameters share, and a file has no such thing
+            if is_tensor:
+                written.add(value.data_ptr())
+            (tensors if is_tensor else numbers)[f"{names[id(parameter)]}/{key}"] = value
     return tensors, numbers
 
 
