@@ -17,10 +17,11 @@ from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
 
 from scalelong_diffusers.data import TrainingData
+from scalelong_diffusers.files import write_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
 from scalelong_diffusers.sharing import push_to_hub
-from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder, write_json
+from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped, on_main_process
 
 
@@ -75,6 +76,15 @@ def start(args: argparse.Namespace) -> Accelerator:
         raise ValueError(
             f"--report_to {args.report_to} needs a package that is not there: pip install {args.report_to}"
         )
+    check_processes(accelerator)
+    _share_out_batch(args, accelerator.num_processes)
+    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
+    on_main_process(accelerator, lambda: _prepare_folder(args, folder))
+    return accelerator
+
+
+def check_processes(accelerator: Accelerator):
+    """Refuse processes that do not know of each other, or that share out their work otherwise than is meant here."""
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in supported:
         raise ValueError(
@@ -85,10 +95,6 @@ def start(args: argparse.Namespace) -> Accelerator:
             f"{os.environ['WORLD_SIZE']} processes were started, and accelerate finds no GPU for them: on CPUs set "
             "ACCELERATE_USE_CPU=1"
         )
-    _share_out_batch(args, accelerator.num_processes)
-    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
-    on_main_process(accelerator, lambda: _prepare_folder(args, folder))
-    return accelerator
 
 
 def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingData) -> dict[str, Any]:
