@@ -148,7 +148,16 @@ class Stream(Dataset):
         return Batch(columns, [sample.position for sample in samples], self.name, self.seed, unreadable)
 
 
-_COLLATE = {"pixel_values": to_pixel_values, "labels": torch.tensor, "captions": list}
+_COLLATE = {
+    "pixel_values": to_pixel_values,
+    "labels": torch.tensor,
+    "captions": list,
+    # Of precomputed features, and of the images that they are made of.
+    "moments": torch.stack,
+    "text_features": torch.stack,
+    "all_captions": list,
+    "unreadable": list,
+}
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.features import FeatureRows, Features
 from scalelong_diffusers.data.images import BadImage, Transform, is_grey
 from scalelong_diffusers.data.sources import Source, open_sources, share_out
 from scalelong_diffusers.data.streams import ImageRows, Stream
@@ -32,6 +33,7 @@ class TrainingData:
         first_image_size: width and height of an image before anything is cut from it.
         description: for people.
         fingerprint: changes when the images, their labels or captions, or what is done to them do.
+        features: where they are precomputed: what they were made of.
     """
 
     train: Stream
@@ -42,6 +44,7 @@ class TrainingData:
     first_image_size: tuple[int, int]
     description: str
     fingerprint: str = field(repr=False)
+    features: Features | None = None
 
 
 def load_training_data(
@@ -52,7 +55,8 @@ def load_training_data(
 
     Args:
         channels: what the model takes: 1, 3 or 4 (RGBA). None: 1 for grey images, 3 for others.
-        needs_labels, needs_captions: what a batch has beside `pixel_values`.
+        needs_labels, needs_captions: what a batch has beside `pixel_values`. Where features are precomputed it has
+            `moments` in their place, and `text_features` beside `captions`.
         seed: of the run; the share held out for validation does not depend on it.
 
     ```python
@@ -63,6 +67,8 @@ def load_training_data(
     """
     if channels not in (None, *CHANNELS):
         raise ValueError(f"images have 1, 3 or 4 channels (grey, RGB, RGBA), but channels is {channels}")
+    if settings.precomputed_dir is not None:
+        return _load_features(settings, needs_labels, needs_captions, seed)
     source, validation_source = open_sources(settings, needs_labels, needs_captions)
     if validation_source is None and len(source) < 2:
         raise ValueError(f"{source.description}: there must be two at least, one to train on and one to validate with")
@@ -89,6 +95,32 @@ def load_training_data(
         first_image_size=samples[0][1].size,
         description=source.description,
         fingerprint=_fingerprint(train, validation, settings),
+    )
+
+
+def _load_features(settings: DataSettings, needs_labels: bool, needs_captions: bool, seed: int) -> TrainingData:
+    features = Features(settings.precomputed_dir)
+    features.check(settings, needs_labels, needs_captions)
+    source, validation_source = features.splits["train"], features.splits.get("validation")
+    shares = share_out(source, validation_source, settings)
+    skip_bad = settings.on_bad_image == "skip"
+    rows = FeatureRows(source, settings.random_flip, needs_labels, needs_captions)
+    plain = FeatureRows(validation_source or source, False, needs_labels, needs_captions)
+    train = Stream("train", rows, shares.train, seed, True, skip_bad)
+    validation = Stream("validation", plain, shares.validation, seed, False, skip_bad)
+    train[0], validation[0]
+    asked = (settings.random_flip, settings.max_train_samples, settings.validation_size, settings.on_bad_image)
+    parts = (features.made_of, needs_labels, needs_captions, asked)
+    return TrainingData(
+        train=train,
+        validation=validation,
+        channels=features.images["channels"],
+        num_classes=features.images["num_classes"] if needs_labels else None,
+        class_names=features.images["class_names"] if needs_labels else None,
+        first_image_size=tuple(features.images["first_image_size"]),
+        description=features.images["description"],
+        fingerprint=hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
+        features=features,
     )
 
 

@@ -29,7 +29,15 @@ SETTINGS_FILE = "settings.json"
 
 # What may differ between a run and its continuation: where things are, what is shown, and how the work is shared out.
 _FREE = {
-    *("output_dir", "logging_dir", "train_data_dir", "cache_dir", "report_to", "tracker_project_name"),
+    *(
+        "output_dir",
+        "logging_dir",
+        "train_data_dir",
+        "precomputed_dir",
+        "cache_dir",
+        "report_to",
+        "tracker_project_name",
+    ),
     *("logging_steps", "validation_steps", "sample_steps", "num_samples", "num_inference_steps"),
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
     *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
@@ -52,14 +60,14 @@ def run_script(main: Callable[[], None]):
 
 
 @contextmanager
-def mistakes_as_sentences():
+def mistakes_as_sentences(interrupted: str = "interrupted before the first step"):
     """Around all that comes before training: what was asked wrongly ends the run with a sentence and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
         raise TrainingStopped(" ".join(str(error).split()), exit_code=2) from error
     except KeyboardInterrupt as error:
-        raise TrainingStopped("interrupted before the first step", exit_code=130) from error
+        raise TrainingStopped(interrupted, exit_code=130) from error
 
 
 def start(args: argparse.Namespace) -> Accelerator:
