@@ -31,7 +31,6 @@ class DataSettings:
     Args:
         dataset_name: the id of a data set on the Hub, with `dataset_config_name` and `dataset_revision`.
         train_data_dir: a folder of images, of parquet files, or one that `datasets` saved.
-        precomputed_dir: a folder of features that `precompute_latents.py` wrote, in place of a data set.
         cache_dir: where `datasets` keeps what it downloads and prepares.
         image_column, label_column, caption_column: where they have unusual names.
         max_train_samples: train on so many of the images.
@@ -45,13 +44,14 @@ class DataSettings:
         on_bad_image: what an image that can not be read does: "error" ends the run, "skip" takes another one.
         dataloader_num_workers: processes that read images; none reads them in the process that trains.
         num_shapes: the size of the built-in set.
+        precomputed_dir: a folder of features that `precompute_latents.py` wrote, in place of a data set.
+        streaming: read the parquet files of the data set as they are needed, and store none of them.
     """
 
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     dataset_revision: str | None = None
     train_data_dir: str | None = None
-    precomputed_dir: str | None = None
     cache_dir: str | None = None
     image_column: str | None = None
     label_column: str | None = None
@@ -66,6 +66,8 @@ class DataSettings:
     on_bad_image: str = "error"
     dataloader_num_workers: int = 0
     num_shapes: int = 10_000
+    precomputed_dir: str | None = None
+    streaming: bool = False
 
     def __post_init__(self):
         self._check_source()
@@ -80,6 +82,8 @@ class DataSettings:
         given = [f"{name}={str(value)!r}" for name in _SOURCES if (value := getattr(self, name)) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given[:2])} are both given; train on one of them")
+        if self.streaming and self.dataset_name is None and self.train_data_dir is None:
+            raise ValueError("streaming needs a data set to read: dataset_name or train_data_dir")
         for name in ("dataset_config_name", "dataset_revision"):
             if getattr(self, name) is not None and self.dataset_name is None:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs dataset_name")
@@ -112,6 +116,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, without: Collection[str]
     add("dataset_revision", "its branch, tag or commit")
     add("train_data_dir", "a folder of images, of parquet files, or one that datasets saved")
     add("precomputed_dir", "features that precompute_latents.py wrote, in place of a data set")
+    add("streaming", "read parquet files as they are needed", action=argparse.BooleanOptionalAction)
     add("cache_dir", "where datasets keeps what it downloads and prepares")
     add("image_column", "where it has an unusual name")
     add("label_column", "where it has an unusual name")

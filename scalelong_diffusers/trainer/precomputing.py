@@ -47,7 +47,7 @@ class RowsToEncode:
                 raise
             size, channels = self.transform.resolution, self.transform.channels
             columns |= {"pixel_values": np.zeros((size, size, channels), np.uint8), "unreadable": str(error)}
-            columns |= {"labels": int(self.source.labels[index])} if self.has_labels else {}
+            columns |= {"labels": self.source.label(index)} if self.has_labels else {}
         return columns | ({"all_captions": self.source.captions(index)} if self.has_captions else {})
 
     def name(self, index: int) -> str:
