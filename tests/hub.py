@@ -275,7 +275,13 @@ class Handler(BaseHTTPRequestHandler):
         if path not in repository.commits[sha]:
             raise Refusal(404, "EntryNotFound", f"{path} is not in {repo}")
         content = repository.commits[sha][path]
-        self.reply(content, headers={"X-Repo-Commit": sha, "ETag": f'"{file_id(path, content)}"'})
+        about = {"X-Repo-Commit": sha, "ETag": f'"{file_id(path, content)}"', "Accept-Ranges": "bytes"}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None:
+            return self.reply(content, headers=about)
+        first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+        about["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        self.reply(content[first : last + 1], status=206, headers=about)
 
 
 if __name__ == "__main__":

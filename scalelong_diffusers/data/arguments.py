@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from scalelong_diffusers.data.images import INTERPOLATION_MODES
@@ -9,6 +10,7 @@ from scalelong_diffusers.messages import near_miss
 
 
 BAD_IMAGE_CHOICES = ("error", "skip")
+_SOURCES = ("dataset_name", "train_data_dir", "precomputed_dir")
 _OF_A_DATA_SET = ("image_column", "label_column", "caption_column", "cache_dir")
 _SMALLEST = {
     "resolution": 1,
@@ -42,6 +44,8 @@ class DataSettings:
         on_bad_image: what an image that can not be read does: "error" ends the run, "skip" takes another one.
         dataloader_num_workers: processes that read images; none reads them in the process that trains.
         num_shapes: the size of the built-in set.
+        precomputed_dir: a folder of features that `precompute_latents.py` wrote, in place of a data set.
+        streaming: read the parquet files of the data set as they are needed, and store none of them.
     """
 
     dataset_name: str | None = None
@@ -62,6 +66,8 @@ class DataSettings:
     on_bad_image: str = "error"
     dataloader_num_workers: int = 0
     num_shapes: int = 10_000
+    precomputed_dir: str | None = None
+    streaming: bool = False
 
     def __post_init__(self):
         self._check_source()
@@ -73,11 +79,11 @@ class DataSettings:
         _check_choice("on_bad_image", self.on_bad_image, BAD_IMAGE_CHOICES)
 
     def _check_source(self):
-        if self.dataset_name is not None and self.train_data_dir is not None:
-            raise ValueError(
-                f"dataset_name={self.dataset_name!r} and train_data_dir={str(self.train_data_dir)!r} are both given; "
-                "train on one of them"
-            )
+        given = [f"{name}={str(value)!r}" for name in _SOURCES if (value := getattr(self, name)) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given[:2])} are both given; train on one of them")
+        if self.streaming and self.dataset_name is None and self.train_data_dir is None:
+            raise ValueError("streaming needs a data set to read: dataset_name or train_data_dir")
         for name in ("dataset_config_name", "dataset_revision"):
             if getattr(self, name) is not None and self.dataset_name is None:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs dataset_name")
@@ -95,17 +101,22 @@ def _check_choice(name: str, value: str, accepted):
         raise ValueError(f"{name} is {value!r}{near_miss(value, accepted)}; accepted: {', '.join(accepted)}")
 
 
-def add_data_arguments(parser: argparse.ArgumentParser):
-    """A flag for each of the `DataSettings`, of the same name."""
+def add_data_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()):
+    """A flag for each of the `DataSettings`, of the same name; those of `without` keep their defaults."""
     group = parser.add_argument_group("data", "Without a data set, the built-in one of coloured shapes.")
 
     def add(name: str, explanation: str, **options):
+        if name in without:
+            parser.set_defaults(**{name: getattr(DataSettings, name)})
+            return
         group.add_argument(f"--{name}", default=getattr(DataSettings, name), help=explanation, **options)
 
     add("dataset_name", "a data set on the Hub")
     add("dataset_config_name", "which of its configs")
     add("dataset_revision", "its branch, tag or commit")
     add("train_data_dir", "a folder of images, of parquet files, or one that datasets saved")
+    add("precomputed_dir", "features that precompute_latents.py wrote, in place of a data set")
+    add("streaming", "read parquet files as they are needed", action=argparse.BooleanOptionalAction)
     add("cache_dir", "where datasets keeps what it downloads and prepares")
     add("image_column", "where it has an unusual name")
     add("label_column", "where it has an unusual name")

@@ -60,6 +60,17 @@ class Batch:
         }
         return Batch(columns, self.positions, self.stream, self.seed, self.unreadable)
 
+    @classmethod
+    def joined(cls, parts: Sequence["Batch"]) -> "Batch":
+        """One batch of the samples of several."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        columns = {name: _joined([part[name] for part in parts]) for name in first.columns}
+        positions = [position for part in parts for position in part.positions]
+        unreadable = [name for part in parts for name in part.unreadable]
+        return cls(columns, positions, first.stream, first.seed, unreadable)
+
     def normal_like(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
         """Standard normal noise with the shape, dtype and device of a tensor that has one entry for each sample."""
         draws = [torch.randn(tensor.shape[1:], generator=generator) for generator in self._generators(purpose)]
@@ -71,3 +82,9 @@ class Batch:
 
     def _generators(self, purpose: str) -> list[torch.Generator]:
         return [generator_for(self.seed, self.stream, purpose, position) for position in self.positions]
+
+
+def _joined(columns: list[torch.Tensor] | list[list]) -> torch.Tensor | list:
+    if isinstance(columns[0], torch.Tensor):
+        return torch.cat(columns)
+    return [entry for column in columns for entry in column]

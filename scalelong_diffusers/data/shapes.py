@@ -142,6 +142,9 @@ class Shapes:
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(Drawing.number(index).paint(self.size))
 
+    def label(self, index: int) -> int:
+        return int(self.labels[index])
+
     def captions(self, index: int) -> list[str]:
         return Drawing.number(index).captions()
 

@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.orders import Groups
 from scalelong_diffusers.data.shapes import Shapes
 
 
@@ -13,17 +14,17 @@ class Source(Protocol):
     """
     Images by number.
 
-    `labels` and `num_classes` are None where they have none, `class_names` where the classes are plain numbers too.
+    `num_classes` is None where they have no labels, `class_names` where the classes are plain numbers too.
     `image(index)` raises `BadImage`; `identity()` is a text that changes when the images, labels or captions do.
     """
 
-    labels: np.ndarray | None
     class_names: list[str] | None
     num_classes: int | None
     description: str
 
     def __len__(self) -> int: ...
     def image(self, index: int) -> Image.Image: ...
+    def label(self, index: int) -> int: ...
     def captions(self, index: int) -> list[str]: ...
     def name(self, index: int) -> str: ...
     def identity(self) -> str: ...
@@ -33,7 +34,12 @@ def open_sources(settings: DataSettings, needs_labels: bool, needs_captions: boo
     """The source of training, and that of validation where the data set has one of its own."""
     if settings.dataset_name is None and settings.train_data_dir is None:
         return Shapes(settings.num_shapes, settings.resolution), None
-    from scalelong_diffusers.data.tables import open_tables  # datasets takes a while to import
+    # datasets takes a while to import
+    if settings.streaming:
+        from scalelong_diffusers.data.shards import open_shards
+
+        return open_shards(settings, needs_labels, needs_captions)
+    from scalelong_diffusers.data.tables import open_tables
 
     return open_tables(settings, needs_labels, needs_captions)
 
@@ -41,19 +47,43 @@ def open_sources(settings: DataSettings, needs_labels: bool, needs_captions: boo
 class Shares(NamedTuple):
     """The numbers of images; those for validation are of the set for it, where there is one."""
 
-    train: np.ndarray
+    train: np.ndarray | Groups
     validation: np.ndarray
 
 
 def share_out(source: Source, validation: Source | None, settings: DataSettings) -> Shares:
     """A share of the images is held out where there are no others for validation. The run's seed has no part in it."""
+    if settings.streaming:
+        return _share_out_groups(source, validation, settings)
     order = _fixed_order(len(source))
     if validation is None:
-        count = min(settings.validation_size, max(1, len(source) // 10))
+        count = _validation_count(len(source), settings)
         held_out, order = order[:count], order[count:]
     else:
         held_out = _fixed_order(len(validation))[: settings.validation_size]
     return Shares(np.sort(order[: settings.max_train_samples]), np.sort(held_out))
+
+
+def _share_out_groups(source: Source, validation: Source | None, settings: DataSettings) -> Shares:
+    """Where rows are dear to read those held out are neighbours: the first of the last file."""
+    starts, ends = source.group_starts[:-1], source.group_starts[1:]
+    if validation is not None:
+        held_out = np.arange(min(settings.validation_size, len(validation)))
+    else:
+        first = source.first_row_of_last_file()
+        count = min(_validation_count(len(source), settings), len(source) - first)
+        held_out = np.arange(first, first + count)
+        starts = np.where(starts >= first, np.clip(first + count, starts, ends), starts)
+    counts = ends - starts
+    if settings.max_train_samples is not None:
+        before = np.cumsum(counts) - counts
+        counts = np.clip(settings.max_train_samples - before, 0, counts)
+    return Shares(Groups(starts[counts > 0], counts[counts > 0]), held_out)
+
+
+def _validation_count(count: int, settings: DataSettings) -> int:
+    """How many images are held out of those for training."""
+    return min(settings.validation_size, max(1, count // 10))
 
 
 def _fixed_order(count: int) -> np.ndarray:

@@ -1,8 +1,11 @@
 """Streams of samples, each known by its position alone, and the batches that they are cut into."""
 
+import copy
+import dataclasses
+import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,8 +18,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from scalelong_diffusers.data.batch import Batch
 from scalelong_diffusers.data.draws import Draws
 from scalelong_diffusers.data.images import BadImage, Transform, to_pixel_values
+from scalelong_diffusers.data.orders import GroupOrder, Groups
 from scalelong_diffusers.data.sources import Source
 from scalelong_diffusers.randomness import generator_for
+
+
+logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -40,7 +47,7 @@ class ImageRows:
     def read(self, index: int, draws: Draws) -> dict[str, Any]:
         row = {"pixel_values": self._pixels(index, draws)}
         if self.needs_labels:
-            row["labels"] = int(self.source.labels[index])
+            row["labels"] = self.source.label(index)
         if self.needs_captions:
             captions = self.source.captions(index)
             row["captions"] = captions[draws.below(len(captions), "caption")]
@@ -106,6 +113,9 @@ class Stream(Dataset):
         """
         end = None if self.endless else self.num_samples
         positions = Positions(batch_size, first_step, num_steps, accumulation, num_processes, rank, end)
+        return self._load(positions, num_workers)
+
+    def _load(self, positions: Iterable[list[int]], num_workers: int) -> "_Loader":
         return _Loader(
             self,
             batch_sampler=positions,
@@ -117,12 +127,10 @@ class Stream(Dataset):
         )
 
     def __getitem__(self, position: int) -> Sample:
-        epoch, place = divmod(position, self.num_samples)
-        order = _order(self.seed, epoch, self.num_samples) if self.endless else range(self.num_samples)
         draws = Draws(self.seed, self.name, position)
         unreadable = []
         for passed_over in range(self.num_samples):
-            index = int(self.indices[order[(place + passed_over) % self.num_samples]])
+            index = self._row(position, passed_over)
             try:
                 return Sample(position, self.rows.read(index, draws), unreadable)
             except BadImage as error:
@@ -133,22 +141,95 @@ class Stream(Dataset):
             f"none of the {self.num_samples:,} images of the {self.name} stream can be used, not even {unreadable[0]}"
         )
 
-    def __getitems__(self, positions: list[int]) -> "list[Sample] | BadImage":
+    def _row(self, position: int, passed_over: int) -> int:
+        """The row that comes so many after the one at a position, where those before it can not be read."""
+        epoch, place = divmod(position, self.num_samples)
+        order = _order(self.seed, epoch, self.num_samples) if self.endless else range(self.num_samples)
+        return int(self.indices[order[(place + passed_over) % self.num_samples]])
+
+    def __getitems__(self, positions: list[int]) -> "list[Sample] | BadImage | OSError":
         # A worker's exception would reach the main process as a text that holds its traceback.
         try:
             return [self[position] for position in positions]
-        except BadImage as error:
+        except (BadImage, OSError) as error:
             return error
 
-    def _collate(self, samples: list[Sample] | BadImage) -> Batch | BadImage:
-        if isinstance(samples, BadImage):
+    def _collate(self, samples: list[Sample] | BadImage | OSError) -> Batch | BadImage | OSError:
+        if isinstance(samples, Exception):
             return samples
         columns = {name: _COLLATE[name]([sample.columns[name] for sample in samples]) for name in samples[0].columns}
         unreadable = [name for sample in samples for name in sample.unreadable]
         return Batch(columns, [sample.position for sample in samples], self.name, self.seed, unreadable)
 
 
-_COLLATE = {"pixel_values": to_pixel_values, "labels": torch.tensor, "captions": list}
+class ShardStream(Stream):
+    """
+    The endless stream of a data set that is read row group by row group: samples by position, as ever, in an order
+    that lets each process and worker read its own part of the data set.
+
+    Args:
+        groups: what belongs to the stream, of which `rows.source` is the `ShardTable`.
+    """
+
+    def __init__(self, name: str, rows: Rows, groups: Groups, seed: int, skip_bad: bool):
+        self.name = name
+        self.rows = rows
+        self.groups = groups
+        self.seed = seed
+        self.endless = True
+        self.skip_bad = skip_bad
+        self._order = GroupOrder(groups, seed, rows.source.lanes(), batch_size=1)
+
+    @property
+    def indices(self) -> np.ndarray:
+        return self.groups.rows()
+
+    @property
+    def num_samples(self) -> int:
+        return self.groups.num_rows
+
+    def batches(
+        self, batch_size: int, *, accumulation: int = 1, num_processes: int = 1, rank: int = 0, **others
+    ) -> DataLoader:
+        """As those of any stream. Which samples they have depends on how many a step has over all processes."""
+        stream = copy.copy(self)
+        stream._order = dataclasses.replace(self._order, batch_size=batch_size * accumulation * num_processes)
+        if rank == 0:
+            self._warn_of_few_groups(num_processes * max(1, others.get("num_workers", 0)))
+        shared_out = {"accumulation": accumulation, "num_processes": num_processes, "rank": rank}
+        return Stream.batches(stream, batch_size, **shared_out, **others)
+
+    def _load(self, positions: Iterable[list[int]], num_workers: int) -> "_Loader":
+        # The workers share out each batch, not the batches: the same part of them is of the same part of the data.
+        parts = min(max(1, num_workers), positions.batch_size)
+        loader = super()._load(_Parts(positions, parts), num_workers)
+        loader.parts = parts
+        return loader
+
+    def _row(self, position: int, passed_over: int) -> int:
+        epoch, place = divmod(position, self.num_samples)
+        return self._order.row(epoch, place, passed_over)
+
+    def _warn_of_few_groups(self, readers: int):
+        if len(self.groups.counts) < readers:
+            logger.warning(
+                "the data set has %d row groups, and %d processes x workers read it: each row still comes once in an "
+                "epoch, but several of them read the same row groups",
+                len(self.groups.counts),
+                readers,
+            )
+
+
+_COLLATE = {
+    "pixel_values": to_pixel_values,
+    "labels": torch.tensor,
+    "captions": list,
+    # Of precomputed features, and of the images that they are made of.
+    "moments": torch.stack,
+    "text_features": torch.stack,
+    "all_captions": list,
+    "unreadable": list,
+}
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch
@@ -184,15 +265,38 @@ class Positions(Sampler):
         return ((step * self.accumulation + part) * self.num_processes + self.rank) * self.batch_size
 
 
+@dataclass(frozen=True)
+class _Parts(Sampler):
+    """Each batch cut into parts, of which the loader gives each worker the same one every time."""
+
+    positions: Positions
+    parts: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.positions:
+            size, rest = divmod(len(batch), self.parts)
+            start = 0
+            for part in range(self.parts):
+                end = start + size + (part < rest)
+                yield batch[start:end]
+                start = end
+
+
 class _Loader(DataLoader):
+    parts = 1  # of which a batch is put together
+
     def __iter__(self) -> Iterator[Batch]:
         with _signals_held_back():  # workers inherit it, until they know what to do with them
             batches = super().__iter__()
         try:
+            parts = []
             for batch in batches:
-                if isinstance(batch, BadImage):
+                if isinstance(batch, Exception):
                     raise batch
-                yield batch
+                parts.append(batch)
+                if len(parts) == self.parts:
+                    yield Batch.joined(parts)
+                    parts = []
         finally:
             del batches  # its workers end now, not when the error is forgotten
 

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -47,12 +48,20 @@ def open_tables(
 
 def _load_hub(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
     name, revision = settings.dataset_name, settings.dataset_revision
+    with hub_errors_of(settings):
+        config = settings.dataset_config_name
+        return datasets.load_dataset(name, config, revision=revision, cache_dir=settings.cache_dir), name
+
+
+@contextmanager
+def hub_errors_of(settings: DataSettings):
+    """What `datasets` says of a data set on the Hub, in a sentence."""
+    name, revision = settings.dataset_name, settings.dataset_revision
     if os.path.isdir(name):
         raise ValueError(f"dataset_name={name!r} is a local folder, not an id on the Hub; give it as train_data_dir")
     try:
         with hub_errors_as_sentences(name, revision):
-            config = settings.dataset_config_name
-            return datasets.load_dataset(name, config, revision=revision, cache_dir=settings.cache_dir), name
+            yield
     except ConnectionError as error:
         raise OSError(
             f"the data set {name} is not in the cache, and the Hub can not be reached to download it; check the "
@@ -65,7 +74,7 @@ def _load_hub(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
             "`hf auth login`, for a local folder give train_data_dir"
         ) from error
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = _one_line(error).split(" Example of usage")[0]
+        reason = one_line(error).split(" Example of usage")[0]
         advice = "; dataset_config_name says which config" if "config" in reason.lower() else ""
         raise ValueError(f"the data set {name} can not be loaded: {reason}{advice}") from error
 
@@ -78,18 +87,16 @@ def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
     try:
         return _open_folder(folder.resolve(), settings), where
     except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{where} can not be loaded: {_one_line(error)}") from error
+        raise ValueError(f"{where} can not be loaded: {one_line(error)}") from error
 
 
 def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = _load_saved(folder)
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
-    files = _files(folder)
-    parquet = [path for path in files if path.endswith(".parquet") and os.path.basename(path) != "metadata.parquet"]
-    if parquet:
-        kind, data_files = "parquet", _split_parquet(sorted(parquet))
-    elif any(os.path.splitext(path)[1].lower() in Image.registered_extensions() for path in files):
+    if parquet := parquet_files(folder):
+        kind, data_files = "parquet", {split: list(map(glob.escape, files)) for split, files in parquet.items()}
+    elif any(os.path.splitext(path)[1].lower() in Image.registered_extensions() for path in _files(folder)):
         kind, data_files = "imagefolder", _split_images(folder)
     else:
         raise ValueError("it holds no images, no parquet files, and nothing that datasets saved")
@@ -112,13 +119,15 @@ def _files(folder: Path) -> list[str]:
     return found
 
 
-def _split_parquet(files: list[str]) -> dict[str, list[str]]:
-    """By the names that the Hub gives: train-00000-of-00004.parquet; all is for training where none says so."""
+def parquet_files(folder: Path) -> dict[str, list[str]]:
+    """By split, as the names that the Hub gives say it: train-00000-of-00004.parquet; else all is for training."""
+    names = (path for path in _files(folder) if path.endswith(".parquet"))
+    files = sorted(path for path in names if os.path.basename(path) != "metadata.parquet")
     splits = {}
     for path in files:
-        splits.setdefault(Path(path).stem.split("-")[0], []).append(glob.escape(path))
+        splits.setdefault(Path(path).stem.split("-")[0], []).append(path)
     named = {name: splits[name] for name in _SPLITS if name in splits}
-    return named or {"train": [glob.escape(path) for path in files]}
+    return named or ({"train": files} if files else {})
 
 
 def _split_images(folder: Path) -> dict[str, str]:
@@ -135,11 +144,27 @@ def _split_images(folder: Path) -> dict[str, str]:
     return {"train": f"{root}/**"}
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What went wrong, of an error whose message may have several lines and stand behind a general one."""
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())
+
+
+def find_column(columns: list[str], kind: str, given: str | None, where: str) -> str:
+    """The column of images, labels or captions: the one that is named, or one of a usual name."""
+    listed = f"its columns: {', '.join(columns)}"
+    if given is not None:
+        if given not in columns:
+            raise ValueError(f"{where} has no column {given!r}{near_miss(given, columns)}; {listed}")
+        return given
+    found = next((name for name in COLUMNS[kind] if name in columns), None)
+    if found is None:
+        raise ValueError(
+            f"{where} has no {kind} column of a usual name ({', '.join(COLUMNS[kind])}); {listed}; "
+            f"say which it is with {kind}_column"
+        )
+    return found
 
 
 class MissingLabel(ValueError):
@@ -199,6 +224,9 @@ class ImageTable:
             return stored["path"].as_py()
         return f"row {index} of {self._where}"
 
+    def label(self, index: int) -> int:
+        return int(self.labels[index])
+
     def captions(self, index: int) -> list[str]:
         stored = self._column(self._caption_column)[index].as_py()
         return stored if isinstance(stored, list) else [stored]
@@ -227,19 +255,7 @@ class ImageTable:
         return self._dataset.data.column(name)
 
     def _find_column(self, kind: str, given: str | None) -> str:
-        columns = self._dataset.column_names
-        listed = f"its columns: {', '.join(columns)}"
-        if given is not None:
-            if given not in columns:
-                raise ValueError(f"{self._where} has no column {given!r}{near_miss(given, columns)}; {listed}")
-            return given
-        found = next((name for name in COLUMNS[kind] if name in columns), None)
-        if found is None:
-            raise ValueError(
-                f"{self._where} has no {kind} column of a usual name ({', '.join(COLUMNS[kind])}); {listed}; "
-                f"say which it is with {kind}_column"
-            )
-        return found
+        return find_column(self._dataset.column_names, kind, given, self._where)
 
     def _check_images(self):
         kind = self._column(self._image_column).type

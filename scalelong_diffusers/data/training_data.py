@@ -9,9 +9,11 @@ import numpy as np
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.features import FeatureRows, Features
 from scalelong_diffusers.data.images import BadImage, Transform, is_grey
-from scalelong_diffusers.data.sources import Source, open_sources, share_out
-from scalelong_diffusers.data.streams import ImageRows, Stream
+from scalelong_diffusers.data.orders import Groups
+from scalelong_diffusers.data.sources import Shares, Source, open_sources, share_out
+from scalelong_diffusers.data.streams import ImageRows, Rows, ShardStream, Stream
 
 
 CHANNELS = (1, 3, 4)
@@ -32,6 +34,7 @@ class TrainingData:
         first_image_size: width and height of an image before anything is cut from it.
         description: for people.
         fingerprint: changes when the images, their labels or captions, or what is done to them do.
+        features: where they are precomputed: what they were made of.
     """
 
     train: Stream
@@ -42,6 +45,7 @@ class TrainingData:
     first_image_size: tuple[int, int]
     description: str
     fingerprint: str = field(repr=False)
+    features: Features | None = None
 
 
 def load_training_data(
@@ -52,7 +56,8 @@ def load_training_data(
 
     Args:
         channels: what the model takes: 1, 3 or 4 (RGBA). None: 1 for grey images, 3 for others.
-        needs_labels, needs_captions: what a batch has beside `pixel_values`.
+        needs_labels, needs_captions: what a batch has beside `pixel_values`. Where features are precomputed it has
+            `moments` in their place, and `text_features` beside `captions`.
         seed: of the run; the share held out for validation does not depend on it.
 
     ```python
@@ -63,23 +68,21 @@ def load_training_data(
     """
     if channels not in (None, *CHANNELS):
         raise ValueError(f"images have 1, 3 or 4 channels (grey, RGB, RGBA), but channels is {channels}")
+    if settings.precomputed_dir is not None:
+        return _load_features(settings, needs_labels, needs_captions, seed)
     source, validation_source = open_sources(settings, needs_labels, needs_captions)
     if validation_source is None and len(source) < 2:
         raise ValueError(f"{source.description}: there must be two at least, one to train on and one to validate with")
     shares = share_out(source, validation_source, settings)
     skip_bad = settings.on_bad_image == "skip"
-    samples = _look_at_some(source, shares.train, skip_bad)
+    samples = _look_at_some(source, shares.train.first() if settings.streaming else shares.train, skip_bad)
     transform = _transform(settings, _choose_channels(channels, samples, source))
-
-    def stream(name: str, source: Source, indices: np.ndarray, transform: Transform, endless: bool) -> Stream:
-        return Stream(
-            name, ImageRows(source, transform, needs_labels, needs_captions), indices, seed, endless, skip_bad
-        )
-
     plain = dataclasses.replace(transform, center_crop=True, random_flip=False)
-    train = stream("train", source, shares.train, transform, endless=True)
-    validation = stream("validation", validation_source or source, shares.validation, plain, endless=False)
-    train[0], validation[0]  # what does not go should not go at once
+    train, validation = _streams(
+        ImageRows(source, transform, needs_labels, needs_captions),
+        ImageRows(validation_source or source, plain, needs_labels, needs_captions),
+        *(shares, seed, skip_bad),
+    )
     return TrainingData(
         train=train,
         validation=validation,
@@ -90,6 +93,41 @@ def load_training_data(
         description=source.description,
         fingerprint=_fingerprint(train, validation, settings),
     )
+
+
+def _load_features(settings: DataSettings, needs_labels: bool, needs_captions: bool, seed: int) -> TrainingData:
+    features = Features(settings.precomputed_dir)
+    features.check(settings, needs_labels, needs_captions)
+    source, validation_source = features.splits["train"], features.splits.get("validation")
+    shares = share_out(source, validation_source, settings)
+    train, validation = _streams(
+        FeatureRows(source, settings.random_flip, needs_labels, needs_captions),
+        FeatureRows(validation_source or source, False, needs_labels, needs_captions),
+        *(shares, seed, settings.on_bad_image == "skip"),
+    )
+    asked = (settings.random_flip, settings.max_train_samples, settings.validation_size, settings.on_bad_image)
+    parts = (features.made_of, needs_labels, needs_captions, asked)
+    return TrainingData(
+        train=train,
+        validation=validation,
+        channels=features.images["channels"],
+        num_classes=features.images["num_classes"] if needs_labels else None,
+        class_names=features.images["class_names"] if needs_labels else None,
+        first_image_size=tuple(features.images["first_image_size"]),
+        description=features.images["description"],
+        fingerprint=hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
+        features=features,
+    )
+
+
+def _streams(rows: Rows, plain: Rows, shares: Shares, seed: int, skip_bad: bool) -> tuple[Stream, Stream]:
+    if isinstance(shares.train, Groups):
+        train = ShardStream("train", rows, shares.train, seed, skip_bad)
+    else:
+        train = Stream("train", rows, shares.train, seed, endless=True, skip_bad=skip_bad)
+    validation = Stream("validation", plain, shares.validation, seed, endless=False, skip_bad=skip_bad)
+    train[0], validation[0]  # what does not go should not go at once
+    return train, validation
 
 
 def _look_at_some(source: Source, indices: np.ndarray, skip_bad: bool) -> list[tuple[int, Image.Image]]:

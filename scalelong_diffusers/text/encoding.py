@@ -51,10 +51,10 @@ def text_width(model: nn.Module) -> int:
     return model.config.get("encoder_hid_dim") or model.config.cross_attention_dim
 
 
-def max_tokens(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, model: nn.Module) -> int:
+def max_tokens(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, model: nn.Module | None = None) -> int:
     """How many tokens of a text are read: what tokenizer, encoder and model all can take."""
     limits = [tokenizer.model_max_length, text_encoder.config.max_position_embeddings]
-    context_length = model.config.get("context_length")
+    context_length = None if model is None else model.config.get("context_length")
     return min(limits if context_length is None else [*limits, context_length])
 
 

@@ -6,11 +6,12 @@ from scalelong_diffusers.trainer.arguments import (
     parse_training_arguments,
     training_parser,
 )
-from scalelong_diffusers.trainer.latents import encode_images
+from scalelong_diffusers.trainer.latents import check_text_encoder, encode_images
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
 from scalelong_diffusers.trainer.noise import NoiseProcess
 from scalelong_diffusers.trainer.run import (
+    check_processes,
     mistakes_as_sentences,
     run_script,
     save_adapter_alone,
@@ -35,6 +36,8 @@ __all__ = [
     "TrainingStopped",
     "build_model",
     "build_text_encoder",
+    "check_processes",
+    "check_text_encoder",
     "check_validation_prompts",
     "encode_images",
     "fine_tuning_parser",

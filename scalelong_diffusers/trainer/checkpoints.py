@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from scalelong_diffusers.files import sync
+
 
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
@@ -110,17 +112,8 @@ def replace_folder(new: Path, final: Path):
     if final.exists():
         os.rename(final, old)
     os.rename(new, final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_json(file: Path, content: object):
-    """Written aside, synced and renamed."""
-    partial = file.with_name(f".{file.name}.part")
-    _write_text(partial, json.dumps(content, indent=2) + "\n")
-    _sync(partial)
-    os.replace(partial, file)
-    _sync(file.parent)
 
 
 def _write_text(file: Path, text: str):
@@ -149,12 +142,4 @@ def _checksum(file: Path) -> str:
 
 def _sync_tree(folder: Path):
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)

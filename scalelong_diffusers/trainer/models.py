@@ -16,6 +16,7 @@ from scalelong_diffusers.patching import apply_skip_scaling
 from scalelong_diffusers.pipelines.fitting import check_channels, check_size, conditions_of, size_multiple, vae_factor
 from scalelong_diffusers.presets import get_preset
 from scalelong_diffusers.randomness import seed_for
+from scalelong_diffusers.trainer.latents import check_autoencoder
 
 
 # Where a model is named by nothing else. They are small: a few million parameters.
@@ -63,6 +64,7 @@ def build_model(
     `num_class_embeds` is what the data asks of any model. `text`, the `cross_attention_dim` and `context_length` of an
     encoder, is what the small model is built for; a preset and a config have their own, which `CaptionEncoder` checks.
     """
+    check_autoencoder(data, vae, args.pretrained_vae_model_name_or_path)
     factor = vae_factor(vae)
     check_size("--resolution", args.resolution, factor)
     channels = data.channels if vae is None else vae.config.latent_channels

@@ -21,10 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from scalelong_diffusers.adapters import save_adapter
 from scalelong_diffusers.data import TrainingData
+from scalelong_diffusers.files import write_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
 from scalelong_diffusers.sharing import push_adapter, push_to_hub
-from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder, write_json
+from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped, on_main_process
 
 
@@ -32,7 +33,15 @@ SETTINGS_FILE = "settings.json"
 
 # What may differ between a run and its continuation: where things are, what is shown, and how the work is shared out.
 _FREE = {
-    *("output_dir", "logging_dir", "train_data_dir", "cache_dir", "report_to", "tracker_project_name"),
+    *(
+        "output_dir",
+        "logging_dir",
+        "train_data_dir",
+        "precomputed_dir",
+        "cache_dir",
+        "report_to",
+        "tracker_project_name",
+    ),
     *("logging_steps", "validation_steps", "sample_steps", "num_samples", "num_inference_steps"),
     *("validation_prompts", "guidance_scale"),
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
@@ -56,14 +65,14 @@ def run_script(main: Callable[[], None]):
 
 
 @contextmanager
-def mistakes_as_sentences():
+def mistakes_as_sentences(interrupted: str = "interrupted before the first step"):
     """Around all that comes before training: what was asked wrongly ends the run with a sentence and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
         raise TrainingStopped(" ".join(str(error).split()), exit_code=2) from error
     except KeyboardInterrupt as error:
-        raise TrainingStopped("interrupted before the first step", exit_code=130) from error
+        raise TrainingStopped(interrupted, exit_code=130) from error
 
 
 def start(args: argparse.Namespace) -> Accelerator:
@@ -77,6 +86,15 @@ def start(args: argparse.Namespace) -> Accelerator:
         log_with=None if args.report_to == "none" else args.report_to,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / args.logging_dir),
     )
+    check_processes(accelerator)
+    _share_out_batch(args, accelerator.num_processes)
+    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
+    on_main_process(accelerator, lambda: _prepare_folder(args, folder))
+    return accelerator
+
+
+def check_processes(accelerator: Accelerator):
+    """Refuse processes that do not know of each other, or that share out their work otherwise than is meant here."""
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in supported:
         raise ValueError(
@@ -87,10 +105,6 @@ def start(args: argparse.Namespace) -> Accelerator:
             f"{os.environ['WORLD_SIZE']} processes were started, and accelerate finds no GPU for them: on CPUs set "
             "ACCELERATE_USE_CPU=1"
         )
-    _share_out_batch(args, accelerator.num_processes)
-    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
-    on_main_process(accelerator, lambda: _prepare_folder(args, folder))
-    return accelerator
 
 
 def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingData) -> dict[str, Any]:

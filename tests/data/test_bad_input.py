@@ -324,13 +324,14 @@ class TestFlags:
             "--dataset_config_name c --dataset_revision r --cache_dir d --image_column i --label_column l "
             "--caption_column t --max_train_samples 5 --validation_size 6 --resolution 7 --crop_size 8 --center_crop "
             "--random_flip --image_interpolation_mode box --on_bad_image skip --dataloader_num_workers 9 "
-            "--num_shapes 10 --dataset_name n"
+            "--num_shapes 10 --dataset_name n --streaming"
         )
         settings = DataSettings.from_arguments(parser.parse_args(given.split()))
         assert settings == DataSettings(
-            "n", "c", "r", None, "d", "i", "l", "t", 5, 6, 7, 8, True, True, "box", "skip", 9, 10
+            "n", "c", "r", None, "d", "i", "l", "t", 5, 6, 7, 8, True, True, "box", "skip", 9, 10, None, True
         )
         assert DataSettings.from_arguments(parser.parse_args(["--train_data_dir", "x"])).train_data_dir == "x"
+        assert DataSettings.from_arguments(parser.parse_args(["--precomputed_dir", "x"])).precomputed_dir == "x"
 
     def test_a_preset_moves_the_defaults_and_a_flag_overrides_it(self, parser):
         parser.set_defaults(random_flip=True, crop_size=128, resolution=64)

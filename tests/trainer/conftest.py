@@ -138,9 +138,23 @@ class Launched:
 
 
 @pytest.fixture
-def launch(tiny_config):
-    """`launch(output_dir, flag=value)` starts a script, the unconditional one by default, in processes of its own."""
+def launch_script():
+    """`launch_script([file, *arguments])` starts a script in processes of its own, which end with the test."""
     started = []
+
+    def run(arguments: list, processes: int = 1) -> Launched:
+        started.append(Launched(arguments, processes))
+        return started[-1]
+
+    yield run
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.kill()
+
+
+@pytest.fixture
+def launch(tiny_config, launch_script):
+    """`launch(output_dir, flag=value)` starts the unconditional script."""
 
     def run(
         output_dir: Path,
@@ -150,15 +164,10 @@ def launch(tiny_config):
         **changes,
     ) -> Launched:
         settings = {"model_config_name_or_path": tiny_config, **SMALL, **changes}
-        words = [script, *flags(output_dir=output_dir, **settings)]
-        words = words if python_code is None else ["-c", python_code, *words]
-        started.append(Launched(words, processes))
-        return started[-1]
+        arguments = [script, *flags(output_dir=output_dir, **settings)]
+        return launch_script(arguments if python_code is None else ["-c", python_code, *arguments], processes)
 
-    yield run
-    for launched in started:
-        if launched.process.poll() is None:
-            launched.kill()
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scalelong_diffusers.trainer.checkpoints import Checkpoints, damage, write_json
+from scalelong_diffusers.files import write_json
+from scalelong_diffusers.trainer.checkpoints import Checkpoints, damage
 
 
 def write_two_files(folder: Path):

@@ -1,0 +1,255 @@
+"""
+Data sets that are larger than the disk: parquet files, here or on the Hub, of which one row group is read at a time.
+
+The footers of the files say how many rows each group has. So the order of an epoch is known before anything is read,
+and any sample can be read by its position, whoever reads it and wherever a run was resumed.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as pat
+from huggingface_hub.errors import HTTPError
+from PIL import Image
+
+from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.orders import MOST_LANES
+from scalelong_diffusers.data.tables import (
+    VALIDATION_SPLITS,
+    ImageTable,
+    MissingLabel,
+    find_column,
+    hub_errors_of,
+    one_line,
+    parquet_files,
+)
+
+
+# Of row groups, which each lane has one of in memory: where they are large there are fewer lanes.
+_MEMORY = 2**30
+_FOOTERS_AT_A_TIME = 16
+_READ_AT_A_TIME = 8 * 2**20
+
+
+class BadShard(OSError):
+    """A file that can not be read, in a sentence that names it."""
+
+
+class ShardTable:
+    """One split of a data set, as a `Source` whose rows are best asked for group by group."""
+
+    labels = None  # which are not known before they are read
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        where: str,
+        settings: DataSettings,
+        needs_labels: bool,
+        needs_captions: bool,
+        features: datasets.Features | None = None,
+        classes_of: "ShardTable | None" = None,
+    ):
+        self._files = list(files)
+        self._settings = settings
+        self._needs = (needs_labels, needs_captions)
+        with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as threads:
+            self._footers = list(threads.map(_read_footer, self._files))
+        groups = [
+            (file, number, footer.row_group(number).num_rows)
+            for file, footer in enumerate(self._footers)
+            for number in range(footer.num_row_groups)
+            if footer.row_group(number).num_rows
+        ]
+        if not groups:
+            raise ValueError(f"{where} has no images")
+        self._file_of_group, self._number_in_file, counts = np.array(groups).T
+        self.group_starts = np.concatenate([[0], np.cumsum(counts)])
+        self._schema = self._one_schema(where)
+        self._find_columns(where)
+        self.class_names = self.num_classes = None
+        if needs_labels:
+            self._count_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
+        self.description = f"{where}, {len(self):,} images in {len(self._files):,} files"
+
+    def __len__(self) -> int:
+        return int(self.group_starts[-1])
+
+    def image(self, index: int) -> Image.Image:
+        table, row = self._locate(index)
+        return table.image(row)
+
+    def label(self, index: int) -> int:
+        table, row = self._locate(index)
+        return table.label(row)
+
+    def captions(self, index: int) -> list[str]:
+        table, row = self._locate(index)
+        return table.captions(row)
+
+    def name(self, index: int) -> str:
+        table, row = self._locate(index)
+        return table.name(row)
+
+    def identity(self) -> str:
+        """By the names and footers of all files, which hold sizes and statistics; not by what is in them."""
+        digest = hashlib.sha256(repr((self._columns, self.class_names)).encode())
+        for file, footer in zip(self._files, self._footers):
+            groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+            sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+            digest.update(f"{os.path.basename(file)} {footer.serialized_size} {sizes}".encode())
+        return digest.hexdigest()
+
+    def first_row_of_last_file(self) -> int:
+        return int(self.group_starts[int(np.argmax(self._file_of_group == self._file_of_group[-1]))])
+
+    def lanes(self) -> int:
+        """From how many places at once it is read."""
+        groups = zip(self._file_of_group, self._number_in_file)
+        largest = max(self._footers[file].row_group(int(number)).total_byte_size for file, number in groups)
+        return min(MOST_LANES, max(1, _MEMORY // max(1, largest)))
+
+    def read_group(self, group: int) -> ImageTable:
+        file, number = int(self._file_of_group[group]), int(self._number_in_file[group])
+        where = f"row group {number} of {os.path.basename(self._files[file])}"
+        try:
+            with _open(self._files[file]) as opened:
+                table = pq.ParquetFile(opened, metadata=self._footers[file], pre_buffer=True).read_row_group(
+                    number, columns=list(self._columns.values())
+                )
+            rows = datasets.Dataset(datasets.table.InMemoryTable(table))
+            return ImageTable(rows, where, self._settings, *self._needs, classes_of=self)
+        except (ValueError, OSError, HTTPError, pa.ArrowException) as error:
+            raise BadShard(f"{where} can not be used: {one_line(error)}") from error
+
+    def _locate(self, index: int) -> tuple[ImageTable, int]:
+        group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
+        return _read_group(self, group), index - int(self.group_starts[group])
+
+    def _one_schema(self, where: str) -> pa.Schema:
+        first = self._footers[0].schema.to_arrow_schema()
+        for file, footer in zip(self._files, self._footers):
+            schema = footer.schema.to_arrow_schema()
+            if not schema.equals(first):
+                raise ValueError(
+                    f"{where}: {os.path.basename(file)} has the columns {_described(schema)}, and "
+                    f"{os.path.basename(self._files[0])} has {_described(first)}"
+                )
+        return first
+
+    def _find_columns(self, where: str):
+        kinds = ["image"] + ["label"] * self._needs[0] + ["caption"] * self._needs[1]
+        given = {kind: getattr(self._settings, f"{kind}_column") for kind in kinds}
+        self._columns = {kind: find_column(self._schema.names, kind, given[kind], where) for kind in kinds}
+
+    def _count_classes(self, where: str, features: datasets.Features, classes_of: "ShardTable | None"):
+        column = self._columns["label"]
+        self.class_names = getattr(features[column], "names", None)
+        if classes_of is not None:
+            self.class_names, self.num_classes = classes_of.class_names, classes_of.num_classes
+        elif self.class_names is not None:
+            self.num_classes = len(self.class_names)
+        elif pat.is_integer(self._schema.field(column).type):
+            self.num_classes = self._largest_label(where, column) + 1
+        else:
+            raise ValueError(
+                f"column {column!r} of {where} is of type {self._schema.field(column).type}: to stream it, which "
+                "classes there are has to be known before all is read; store it as datasets' ClassLabel"
+            )
+
+    def _largest_label(self, where: str, column: str) -> int:
+        """The footers' statistics know it."""
+        largest = []
+        for file, number in zip(self._file_of_group, self._number_in_file):
+            group = self._footers[file].row_group(int(number))
+            chunks = (group.column(i) for i in range(group.num_columns))
+            statistics = next(chunk.statistics for chunk in chunks if chunk.path_in_schema == column)
+            if statistics is None or not statistics.has_min_max:
+                raise ValueError(
+                    f"the files of {where} do not say how many classes column {column!r} has, which streaming has to "
+                    "know before all is read; store it as datasets' ClassLabel"
+                )
+            largest.append(statistics.max)
+        return max(largest)
+
+
+# Row groups that are in memory. Those of as many lanes, since neighbouring positions are of all of them.
+@lru_cache(maxsize=MOST_LANES + 2)
+def _read_group(source: ShardTable, group: int) -> ImageTable:
+    return source.read_group(group)
+
+
+def _open(file: str) -> BinaryIO:
+    """Of what is on the Hub only the bytes that are asked for are fetched."""
+    return fsspec.open(file, "rb", **({"cache_type": "none"} if "://" in file else {})).open()
+
+
+def _read_footer(file: str) -> pq.FileMetaData:
+    try:
+        with _open(file) as opened:
+            return pq.ParquetFile(opened).metadata
+    except (ValueError, OSError, HTTPError, pa.ArrowException) as error:
+        raise BadShard(f"{os.path.basename(file)} can not be read: {one_line(error)}") from error
+
+
+def _described(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)
+
+
+def open_shards(
+    settings: DataSettings, needs_labels: bool, needs_captions: bool
+) -> tuple[ShardTable, ShardTable | None]:
+    files, where, features = _hub_files(settings) if settings.train_data_dir is None else _folder_files(settings)
+    if "train" not in files:
+        raise ValueError(f"{where} has no split 'train'; its splits: {', '.join(files)}")
+    needs = (needs_labels, needs_captions)
+    train = ShardTable(files["train"], where, settings, *needs, features)
+    for name in (name for name in VALIDATION_SPLITS if files.get(name)):
+        try:
+            split = ShardTable(files[name], f"{where}, split {name}", settings, *needs, features, classes_of=train)
+            split.read_group(0)
+            return train, split
+        except (BadShard, ValueError) as error:
+            if isinstance(error.__cause__, MissingLabel):
+                continue
+            raise
+    return train, None
+
+
+def _folder_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, None]:
+    folder = Path(settings.train_data_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"train_data_dir: there is no folder {str(folder)!r}")
+    files = parquet_files(folder.resolve())
+    if not files:
+        raise ValueError(
+            f"streaming reads parquet files, and the folder {folder.resolve().name} holds none; without it a folder "
+            "of images and one that datasets saved are read from the disk as they are needed, too"
+        )
+    return files, f"the folder {folder.resolve().name}", None
+
+
+def _hub_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
+    name = settings.dataset_name
+    with hub_errors_of(settings):
+        builder = datasets.load_dataset_builder(
+            name, settings.dataset_config_name, revision=settings.dataset_revision, cache_dir=settings.cache_dir
+        )
+    files = {str(split): list(urls) for split, urls in builder.config.data_files.items()}
+    others = [url for urls in files.values() for url in urls if not url.endswith(".parquet")]
+    if others:
+        raise ValueError(
+            f"streaming reads parquet files, and the data set {name} has {os.path.basename(others[0])}; of many data "
+            "sets the Hub keeps a copy that is: dataset_revision='refs/convert/parquet'"
+        )
+    return files, name, builder.info.features

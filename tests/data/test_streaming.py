@@ -1,0 +1,291 @@
+"""Parquet files that are read row group by row group: every row once in an epoch, whoever reads it."""
+
+import logging
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from scalelong_diffusers.data.orders import GroupOrder, Groups
+
+
+FEATURES = datasets.Features(
+    {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"]), "text": datasets.Value("string")}
+)
+
+
+def write_parquet(file, numbers, png, features=FEATURES, rows_in_group=4, label=lambda n: n % 2):
+    columns = {
+        "image": [{"bytes": png((n, 0, 0)), "path": None} for n in numbers],
+        "label": [label(n) for n in numbers],
+        "text": [f"number {n}" for n in numbers],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    dataset = datasets.Dataset.from_dict(columns, features=features)
+    dataset.to_parquet(file, batch_size=rows_in_group)
+    assert pq.ParquetFile(file).num_row_groups == -(-len(numbers) // rows_in_group)
+
+
+@pytest.fixture
+def shards(tmp_path, png):
+    """Five files of 11 images, in row groups of 4, 4 and 3; the red of an image is its number, its caption says it."""
+    for i in range(5):
+        write_parquet(tmp_path / "shards" / f"train-{i:05}-of-00005.parquet", range(11 * i, 11 * i + 11), png)
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def stream(load, shards):
+    def open_stream(**settings):
+        needs = {"needs_labels": True, "needs_captions": True}
+        return load(train_data_dir=shards, streaming=True, **{"validation_size": 3, **needs, **settings})
+
+    return open_stream
+
+
+def reds(batches):
+    """The numbers of the images by position, each read from its pixels, its label and its caption."""
+    found = {}
+    for batch in batches:
+        pixels = ((batch["pixel_values"][:, 0, 0, 0] + 1) * 127.5).round().int().tolist()
+        assert batch["captions"] == [f"number {n}" for n in pixels]
+        assert batch["labels"].tolist() == [n % 2 for n in pixels]
+        assert not set(batch.positions) & found.keys()
+        found |= dict(zip(batch.positions, pixels))
+    return found
+
+
+def read(data, batch_size, num_processes=1, **options):
+    batches = [
+        batch
+        for rank in range(num_processes)
+        for batch in data.train.batches(batch_size, num_processes=num_processes, rank=rank, **options)
+    ]
+    assert {len(batch) for batch in batches} == {batch_size}
+    return reds(batches)
+
+
+# 52 images to train on, 4 in each step: an epoch has 13 steps.
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_image_once_in_each_epoch_whoever_reads_it(stream, processes, workers):
+    data = stream()
+    held_out = reds(data.validation.batches(2))
+    assert sorted(held_out.values()) == [44, 45, 46]  # the first of the last file
+    found = read(data, 4 // processes, processes, num_steps=39, num_workers=workers)
+    assert sorted(found) == list(range(156))
+    epochs = [[found[position] for position in range(start, start + 52)] for start in (0, 52, 104)]
+    assert all(sorted(epoch) == sorted({*range(55)} - {44, 45, 46}) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    assert found == read(stream(), 4, num_steps=39)
+
+
+def test_accumulation_and_resuming_change_nothing(stream):
+    whole = read(stream(), 6, num_steps=20)
+    assert read(stream(), 3, accumulation=2, num_steps=20) == whole
+    rest = read(stream(), 2, num_processes=3, first_step=7, num_steps=13, num_workers=2)
+    assert rest == {position: whole[position] for position in range(42, 120)}
+
+
+def test_seeds_differ_in_order_and_hold_out_the_same(stream):
+    one, other = stream(seed=0), stream(seed=1)
+    assert read(one, 4, num_steps=13) != read(other, 4, num_steps=13)
+    assert reds(one.validation.batches(3)) == reds(other.validation.batches(3))
+    assert one.fingerprint == other.fingerprint
+
+
+def test_draws_are_those_of_the_position(stream):
+    [batch] = stream(random_flip=True).train.batches(4, first_step=2, num_steps=1, num_workers=2)
+    [again] = stream(random_flip=True).train.batches(4, first_step=2, num_steps=1)
+    assert batch.positions == again.positions == [8, 9, 10, 11]
+    noise = batch.normal_like(batch["pixel_values"], "noise")
+    assert torch.equal(noise, again.normal_like(again["pixel_values"], "noise"))
+
+
+def test_a_split_for_validation_and_fewer_samples(stream, shards, png):
+    write_parquet(shards / "validation-00000-of-00001.parquet", range(100, 105), png)
+    data = stream(max_train_samples=9)
+    assert reds(data.validation.batches(2)) == {0: 100, 1: 101, 2: 102}
+    assert data.train.num_samples == 9
+    assert sorted(read(data, 3, num_steps=3).values()) == list(range(9))
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 53, 400])
+@pytest.mark.parametrize("batch_size", [1, 6, 16, 50])
+@pytest.mark.parametrize("lanes", [1, 3, 16])
+def test_an_order_has_each_row_once(count, batch_size, lanes):
+    starts = np.arange(0, count, 7)
+    groups = Groups(starts + 1000, np.minimum(7, count - starts))
+    order = GroupOrder(groups, seed=3, lanes=lanes, batch_size=batch_size)
+    for epoch in range(2):
+        assert sorted(order.row(epoch, place, 0) for place in range(count)) == list(range(1000, 1000 + count))
+
+
+def test_each_reader_reads_its_own_part():
+    """Of 400 row groups, 4 readers of a quarter of each batch read about a quarter each."""
+    groups = Groups(np.arange(0, 4000, 10), np.full(400, 10))
+    order = GroupOrder(groups, seed=0, lanes=16, batch_size=32)
+    readers = [set(), set(), set(), set()]
+    for place in range(4000):
+        readers[place % 32 // 8].add(order.row(0, place, 0) // 10)
+    assert set().union(*readers) == set(range(400))
+    assert all(len(reader) <= 100 + 4 for reader in readers)
+
+
+def test_a_batch_is_mixed_and_few_row_groups_are_open_at_a_time():
+    groups = Groups(np.arange(0, 4000, 10), np.full(400, 10))
+    order = GroupOrder(groups, seed=0, lanes=16, batch_size=32)
+    batches = [[order.row(0, place, 0) // 10 for place in range(start, start + 32)] for start in range(0, 4000, 32)]
+    assert all(len(set(batch)) >= 14 for batch in batches)
+    opened, last = 0, set()
+    for batch in batches:
+        opened += len(set(batch) - last)
+        last = set(batch)
+    assert opened <= 400 + 2 * 16  # each once, but for those at the ends of lanes
+
+
+def test_what_can_not_be_read_is_passed_over(stream, load, shards, png):
+    file = shards / "train-00002-of-00005.parquet"
+    table = pq.read_table(file)
+    images = table["image"].to_pylist()
+    images[5]["bytes"] = b"\x89PNG nothing"
+    broken = table.set_column(0, table.schema.field("image"), pa.array(images, table.schema.field("image").type))
+    pq.write_table(broken, file, row_group_size=4)
+    data = stream(on_bad_image="skip")
+    batches = list(data.train.batches(4, num_steps=13, num_workers=2))
+    assert [name for batch in batches for name in batch.unreadable] == [
+        "row 1 of row group 1 of train-00002-of-00005.parquet"
+    ]
+    assert 27 not in reds(batches).values()
+    with pytest.raises(ValueError, match=r"row 1 of row group 1 of train-00002-of-00005\.parquet can not be read"):
+        list(stream().train.batches(4, num_steps=13, num_workers=2))
+
+
+def test_a_file_that_breaks_off_ends_the_run_in_a_sentence(stream, shards):
+    data = stream()
+    file = shards / "train-00003-of-00005.parquet"
+    content = file.read_bytes()
+    file.write_bytes(b"\0" * len(content))
+    for workers in (0, 1):
+        with pytest.raises(OSError, match=r"row group \d of train-00003-of-00005.parquet can not be used: ") as error:
+            list(data.train.batches(4, num_steps=26, num_workers=workers))
+        assert "\n" not in str(error.value)
+    with pytest.raises(OSError, match=r"train-00003-of-00005\.parquet can not be read: "):
+        stream()
+
+
+def test_fewer_row_groups_than_readers_are_said(stream, caplog):
+    data = stream(max_train_samples=10)  # of three row groups
+    with caplog.at_level(logging.WARNING):
+        assert sorted(read(data, 5, num_processes=2, num_steps=1, num_workers=2).values()) == list(range(10))
+    [record] = caplog.records
+    assert record.message == (
+        "the data set has 3 row groups, and 4 processes x workers read it: each row still comes once in an epoch, but "
+        "several of them read the same row groups"
+    )
+
+
+class TestRefused:
+    def test_without_a_data_set(self, load):
+        with pytest.raises(ValueError, match="streaming needs a data set to read: dataset_name or train_data_dir"):
+            load(streaming=True)
+
+    def test_a_folder_without_parquet_files(self, load, image_folder):
+        folder = image_folder(["1.png", "2.png"])
+        with pytest.raises(ValueError, match="streaming reads parquet files, and the folder pictures holds none"):
+            load(train_data_dir=folder, streaming=True)
+
+    def test_files_of_different_columns(self, stream, shards, png):
+        features = datasets.Features({**FEATURES, "label": datasets.Value("string")})
+        write_parquet(shards / "train-00004-of-00005.parquet", range(4), png, features, label=str)
+        with pytest.raises(ValueError, match=r"train-00004-of-00005.parquet has the columns .*label \(string\)"):
+            stream()
+
+    def test_classes_that_are_texts(self, load, tmp_path, png):
+        features = datasets.Features({**FEATURES, "label": datasets.Value("string")})
+        write_parquet(tmp_path / "named" / "a.parquet", range(8), png, features, label=str)
+        with pytest.raises(ValueError, match=r"is of type string: to stream it, .* store it as datasets' ClassLabel"):
+            load(train_data_dir=tmp_path / "named", streaming=True, needs_labels=True)
+
+    def test_no_such_column(self, stream):
+        with pytest.raises(ValueError, match=r"has no column 'txt' \(did you mean 'text'\?\); its columns:"):
+            stream(caption_column="txt")
+
+
+def test_classes_that_are_numbers_are_counted_without_reading_them(load, tmp_path, png):
+    features = datasets.Features({**FEATURES, "label": datasets.Value("int32")})
+    write_parquet(tmp_path / "numbers" / "a.parquet", range(9), png, features)
+    write_parquet(tmp_path / "numbers" / "b.parquet", range(9, 18), png, features, label=lambda n: n % 7)
+    data = load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
+    assert (data.num_classes, data.class_names) == (7, None)
+
+
+HUB = """
+import io, os, sys, tempfile
+import datasets
+from huggingface_hub import HfApi
+from PIL import Image
+from scalelong_diffusers.data import DataSettings, load_training_data
+
+datasets.disable_progress_bars()
+
+
+def png(n):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (n, 0, 0)).save(file, "png")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+api = HfApi()
+api.create_repo("tester/large", repo_type="dataset")
+features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+with tempfile.TemporaryDirectory() as folder:
+    for k in range(4):
+        numbers = range(8 * k, 8 * k + 8)
+        columns = {"image": [png(n) for n in numbers], "label": [n % 2 for n in numbers]}
+        table = datasets.Dataset.from_dict(columns, features=features)
+        table.to_parquet(f"{folder}/data/train-{k:05}-of-00004.parquet", batch_size=4)
+    api.upload_folder(repo_id="tester/large", repo_type="dataset", folder_path=folder)
+    api.create_repo("tester/tars", repo_type="dataset")
+    api.upload_file(path_or_fileobj=b"no tar", path_in_repo="0.tar", repo_id="tester/tars", repo_type="dataset")
+
+
+def load(name, **settings):
+    settings = DataSettings(
+        dataset_name=name, streaming=True, resolution=8, validation_size=2, cache_dir="kept", **settings
+    )
+    return load_training_data(settings, channels=3, needs_labels=True, needs_captions=False, seed=0)
+
+
+def numbers(**options):
+    batches = data.train.batches(3, num_steps=10, **options)
+    return [int((v + 1) * 127.5 + 0.5) for batch in batches for v in batch["pixel_values"][:, 0, 0, 0]]
+
+
+data = load("tester/large")
+print(data.description, data.train.num_samples, data.class_names)
+once = numbers()
+print(sorted(once), once == numbers(num_workers=2))
+print([file for where, _, files in os.walk("kept") for file in files if file.endswith((".parquet", ".arrow"))])
+for name in ("tester/tars", "tester/nothing"):
+    try:
+        load(name)
+    except (OSError, ValueError) as error:
+        print(type(error).__name__, str(error))
+"""
+
+
+def test_from_the_hub_without_a_copy_on_the_disk(hub):
+    ended = hub(HUB)
+    assert ended.stdout.splitlines() == [
+        "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
+        f"{sorted({*range(32)} - {24, 25})} True",
+        "[]",
+        "ValueError streaming reads parquet files, and the data set tester/tars has 0.tar; of many data sets the Hub "
+        "keeps a copy that is: dataset_revision='refs/convert/parquet'",
+        "FileNotFoundError there is no data set tester/nothing on the Hub that you may read; for a private or gated "
+        "one log in with `hf auth login`, for a local folder give train_data_dir",
+    ]
