@@ -16,9 +16,9 @@ from scalelong_diffusers.trainer.run import (
     run_script,
     save_adapter_alone,
     save_pipeline,
-    settle,
     start,
 )
+from scalelong_diffusers.trainer.settings import settle
 from scalelong_diffusers.trainer.text import (
     build_text_encoder,
     check_validation_prompts,

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from diffusers.optimization import SchedulerType
+
 from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments
 from scalelong_diffusers.data.arguments import add_data_arguments
 from scalelong_diffusers.presets import PRESETS, Preset, get_preset
@@ -73,7 +75,9 @@ def preset_flags(preset: Preset) -> dict[str, Any]:
         "adam_weight_decay": 0.0 if preset.optimizer == "Adam" else preset.adam_weight_decay,
         "lr_scheduler": preset.lr_scheduler,
         "lr_warmup_steps": preset.lr_warmup_steps,
-        "max_grad_norm": preset.max_grad_norm,
+        # U-ViT's own training does not clip, and where images are not square it is their middle that is seen.
+        "max_grad_norm": preset.max_grad_norm or 0.0,
+        "center_crop": True,
         "max_train_steps": preset.max_train_steps,
         "ema_decay": preset.ema_decay,
         "class_dropout": preset.condition_dropout or 0.0,
@@ -107,7 +111,7 @@ def _add_model_arguments(parser: ArgumentParser):
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--preset", metavar="NAME", help="an experiment of the paper, which sets what no flag does: scalelong presets")
-    add("--model_type", choices=("uvit", "unet"), default="uvit", help="a small one, where nothing else names a model")
+    add("--model_type", choices=("uvit", "unet"), help="a small one, where nothing else names a model (uvit)")
     add("--model_config_name_or_path", metavar="PATH", help="the config.json of a model, its folder, or an id")
     add("--pretrained_vae_model_name_or_path", metavar="PATH", help="an autoencoder: the model then makes its latents")
     add("--latent_scale", type=float, help="the factor on the latents; the autoencoder's own by default")
@@ -130,8 +134,10 @@ def _add_optimization_arguments(group):
     add("--num_train_epochs", type=int, default=100)
     add("--max_train_steps", type=int, help="optimizer steps; it goes before --num_train_epochs")
     add("--learning_rate", type=float, default=2e-4)
-    add("--lr_scheduler", default="constant_with_warmup", help="as in diffusers: constant, cosine, linear...")
+    add("--lr_scheduler", choices=_LR_SCHEDULERS, default="constant_with_warmup")
     add("--lr_warmup_steps", type=int, default=500, help="optimizer steps")
+    add("--lr_num_cycles", type=int, default=1, help="of cosine_with_restarts")
+    add("--lr_power", type=float, default=1.0, help="of polynomial")
     add("--adam_beta1", type=float, default=0.9)
     add("--adam_beta2", type=float, default=0.999)
     add("--adam_weight_decay", type=float, default=0.01)
@@ -183,6 +189,9 @@ _LATENT_PIXELS = 8
 
 _SWITCH = {"action": argparse.BooleanOptionalAction}
 
+# Those of diffusers, but for the one whose rules no flag could say.
+_LR_SCHEDULERS = [name.value for name in SchedulerType if name != SchedulerType.PIECEWISE_CONSTANT]
+
 _AT_LEAST = {
     "train_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -214,16 +223,20 @@ def _check_shared_arguments(parser: ArgumentParser, arguments: argparse.Namespac
             parser.error(f"--{name} must be in [0, 1), got {getattr(arguments, name)}")
     if arguments.snr_gamma is not None and not arguments.snr_gamma > 0:
         parser.error(f"--snr_gamma must be above 0, got {arguments.snr_gamma}")
-    for flag in ("hub_model_id", "hub_token"):
-        if getattr(arguments, flag) is not None and not arguments.push_to_hub:
+    for flag in ("hub_model_id", "hub_token", "hub_private_repo"):
+        if getattr(arguments, flag) and not arguments.push_to_hub:
             parser.error(f"--{flag} needs --push_to_hub")
-    if arguments.skip_scaling_warmup_steps and arguments.skip_scaling == "none":
-        parser.error("--skip_scaling_warmup_steps has nothing to warm up with --skip_scaling none")
+    if arguments.skip_scaling_warmup_steps:
+        for flag, value in (("skip_scaling", "none"), ("skip_scaling_strength", 0)):
+            if getattr(arguments, flag) == value:
+                parser.error(f"--skip_scaling_warmup_steps has nothing to warm up with --{flag} {value}")
 
 
 def _check_model_arguments(parser: ArgumentParser, arguments: argparse.Namespace):
-    if arguments.preset is not None and arguments.model_config_name_or_path is not None:
-        parser.error("--preset and --model_config_name_or_path can not go together: give one of them")
+    naming = ("preset", "model_config_name_or_path", "model_type")
+    given = [f"--{flag}" for flag in naming if getattr(arguments, flag) is not None]
+    if len(given) > 1:
+        parser.error(f"{' and '.join(given)} can not go together: give one of them")
     if arguments.pretrained_vae_model_name_or_path is None:
         if arguments.preset is not None and get_preset(arguments.preset).is_latent:
             parser.error(

@@ -61,6 +61,7 @@ class Checkpoints:
                 raise ValueError(f"there is no checkpoint {which} to resume from; {self._there_are()}")
             if broken := damage(path):
                 raise ValueError(f"{path} can not be resumed from: {broken}; {self._there_are()}")
+            self._check_none_is_later(path)
             return path, []
         passed_over = []
         for path in map(self.path, reversed(self.steps())):
@@ -85,6 +86,15 @@ class Checkpoints:
         others = [self.path(step) for step in self.steps() if self.path(step) != newest]
         for path in others[: len(others) - (self.limit - 1)]:
             _remove(path)
+
+    def _check_none_is_later(self, path: Path):
+        """Another continuation of the same run would be mixed up with this one."""
+        number = path.name.removeprefix(_PREFIX)
+        later = [step for step in self.steps() if number.isdecimal() and step > int(number)]
+        if whole := [self.path(step).name for step in later if damage(self.path(step)) is None]:
+            raise ValueError(
+                f"{self.folder} has later checkpoints than {path.name}: move {', '.join(whole)} away first"
+            )
 
     def _there_are(self) -> str:
         there = ", ".join(self.path(step).name for step in self.steps())

@@ -20,6 +20,7 @@ def encode_images(batch: Batch, vae: AutoencoderKL | None, latent_scale: float |
     moments = batch["moments"] if "moments" in batch else moments_of(batch["pixel_values"], vae)
     latents = DiagonalGaussianDistribution(moments)
     drawn = latents.mean + latents.std * batch.normal_like(latents.mean, "latents")
+    drawn = drawn - (vae.config.shift_factor or 0.0)
     return drawn.float() * (vae.config.scaling_factor if latent_scale is None else latent_scale)
 
 

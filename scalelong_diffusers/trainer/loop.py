@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,30 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
-from scalelong_diffusers.data import Batch, TrainingData
+from scalelong_diffusers.data import BadImage, Batch, TrainingData
+from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.trainer.checkpoints import Checkpoints
 from scalelong_diffusers.trainer.metrics import MetricsFile
+from scalelong_diffusers.trainer.settings import check_same_run, keep_settings
 from scalelong_diffusers.trainer.state import largest_gradients, load_state, nonfinite_weights, save_state
 
 
 class TrainingStopped(Exception):
-    """The run ends before its last step; the message says why, and how to go on."""
+    """
+    The run ends before its last step; the message says why, and how to go on. `shared` are those that every process
+    raises.
+    """
 
-    def __init__(self, message: str, exit_code: int = 1):
+    def __init__(self, message: str, exit_code: int = 1, shared: bool = False):
         super().__init__(message)
         self.exit_code = exit_code
+        self.shared = shared
 
 
 class TrainingLoop:
@@ -50,7 +58,7 @@ class TrainingLoop:
         args: of `training_parser`.
         modules: what is trained, by the names that their folders get.
         data: what they are trained on.
-        settings: what the run is made of; to resume it with others is refused.
+        settings: what the run is made of, from `settle`; to resume it with others is refused.
         optimizer: AdamW on all that is trainable by default.
     """
 
@@ -100,18 +108,28 @@ class TrainingLoop:
         )
         # Counted in optimizer steps, so it is not prepared: accelerate would step it once for each process.
         self.lr_scheduler = get_scheduler(
-            args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=self.max_steps
+            args.lr_scheduler,
+            optimizer,
+            num_warmup_steps=args.lr_warmup_steps,
+            num_training_steps=self.max_steps,
+            num_cycles=args.lr_num_cycles,
+            power=args.lr_power,
         )
         *wrapped, self.optimizer = accelerator.prepare(*modules.values(), optimizer)
         self.models = dict(zip(modules, wrapped))
         self.losses_to_log: list[float] = []  # the losses since the last line of the log
         self._seconds, self.logged_at = 0.0, 0
         self._pending: dict[str, Any] = {}
-        self._stop_signal = 0
+        self._signal = 0  # that this process was sent
+        self._stop_signal = 0  # that all processes have agreed to stop by
         self._unreadable: set[str] = set()
         if args.resume_from_checkpoint is not None:
             self._resume(args.resume_from_checkpoint)
-        self.on_main_process(lambda: self.metrics.resume_at(self.global_step))
+        self.write("the settings", lambda: keep_settings(self.folder, settings))
+        self.write("the log", lambda: self.metrics.resume_at(self.global_step))
+        if args.report_to != "none":
+            plain = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, bool))}
+            accelerator.init_trackers(args.tracker_project_name, config=plain)
 
     # What a script calls
 
@@ -128,8 +146,7 @@ class TrainingLoop:
         with self._progress_bar(), self._noting_signals():
             self._started = time.perf_counter()
             # Counted from the first batch of this start, which begins a step also where the run was resumed.
-            for count, batch in enumerate(_readable(batches)):
-                self._warn_of_unreadable(batch)
+            for count, batch in enumerate(self._readable(batches)):
                 self._begin(count % self.args.gradient_accumulation_steps)
                 with self.accelerator.accumulate(*self.models.values()):
                     yield batch.to(self.accelerator.device)
@@ -173,9 +190,32 @@ class TrainingLoop:
             if averaged:
                 self.ema.restore(self.parameters)
 
-    def on_main_process(self, function: Callable[[], Any]) -> Any:
-        """Run a function in one process, while the others wait; where it fails, all of them fail."""
-        return on_main_process(self.accelerator, function)
+    def validation_batches(self) -> Iterator[Batch]:
+        """This process's share of the images that are held out."""
+        batches = self.data.validation.batches(
+            batch_size=self.args.train_batch_size,
+            num_processes=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
+            num_workers=self.args.dataloader_num_workers,
+        )
+        for batch in self._readable(batches):
+            yield batch.to(self.accelerator.device)
+
+    def write(self, what: str, function: Callable[[], Any]):
+        """Write something in one process, while the others wait. A disk that is full ends the run with a sentence."""
+
+        def attempt():
+            try:
+                function()
+            except (OSError, SafetensorError) as error:
+                steps = self.checkpoints.steps()
+                last = (
+                    f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
+                )
+                reason = " ".join(str(error).split())
+                raise TrainingStopped(f"{what} could not be written: {reason}; {last}", shared=True) from error
+
+        on_main_process(self.accelerator, attempt)
 
     def finish(self):
         """End the trackers and the process group."""
@@ -205,10 +245,11 @@ class TrainingLoop:
     def _optimize(self):
         self.accelerator.unscale_gradients()
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        figures = torch.stack([torch.stack(self._losses).mean(), norm, norm.new_tensor(float(self._stop_signal))])
-        loss, norm, stop = self.accelerator.reduce(figures, "mean").tolist()
-        if stop and not self._stop_signal:
-            self._stop_signal = signal.SIGTERM  # another process was told
+        figures = torch.stack([torch.stack(self._losses).mean(), norm, norm.new_tensor(float(self._signal))])
+        loss, norm, signals = self.accelerator.reduce(figures, "mean").tolist()
+        if signals:
+            # A signal that comes later is for the next step, so that all processes stop after the same one.
+            self._stop_signal = self._signal or signal.SIGTERM
         self._count_nonfinite(loss, norm)
         if math.isfinite(norm) and self.args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self.args.max_grad_norm, torch.tensor(norm).to(figures))
@@ -226,15 +267,20 @@ class TrainingLoop:
         self._bar.update()
 
     def _count_nonfinite(self, loss: float, norm: float):
-        fine = math.isfinite(loss) and (math.isfinite(norm) or self.accelerator.scaler is not None)
+        fine = math.isfinite(loss) and (math.isfinite(norm) or self._scaler_can_help())
         self.nonfinite_in_a_row = 0 if fine else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row >= self.args.max_nonfinite_losses:
             raise TrainingStopped(
                 f"step {self.global_step + 1}: the loss is {loss} and the norm of the gradients {norm}, not finite "
                 f"for {self.nonfinite_in_a_row} steps in a row, whose updates were left out; the largest gradients "
                 f"are those of {', '.join(largest_gradients(self.named_parameters))}; try a lower --learning_rate, "
-                "a longer --lr_warmup_steps, --mixed_precision bf16 or no, or look at the data"
+                "a longer --lr_warmup_steps, --mixed_precision bf16 or no, or look at the data",
+                shared=True,
             )
+
+    def _scaler_can_help(self) -> bool:
+        scaler = self.accelerator.scaler
+        return scaler is not None and scaler.get_scale() > 1
 
     def _end_step(self):
         if self.is_due(self.args.logging_steps) or self._pending:
@@ -242,18 +288,22 @@ class TrainingLoop:
         if self.is_due(self.args.checkpointing_steps) or self._stop_signal:
             self.save_checkpoint()
         if self._stop_signal and self.global_step < self.max_steps:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
             raise TrainingStopped(
                 f"stopped by {signal.Signals(self._stop_signal).name} after step {self.global_step} of "
                 f"{self.max_steps}; the same command with --resume_from_checkpoint latest goes on",
                 exit_code=128 + self._stop_signal,
+                shared=True,
             )
 
     def _log(self):
         images = (self.global_step - self.logged_at) * self.batch_size
+        losses = [loss for loss in self.losses_to_log if math.isfinite(loss)]
         line = {
             "step": self.global_step,
             "epoch": self.global_step * self.batch_size / self.data.train.num_samples,
-            "loss": sum(self.losses_to_log) / len(self.losses_to_log),
+            "loss": sum(losses) / len(losses) if losses else math.nan,
             "grad_norm": self._grad_norm,
             "lr": self.lr_scheduler.get_last_lr()[0],
             **self._pending,
@@ -261,7 +311,7 @@ class TrainingLoop:
         }
         self.losses_to_log, self._pending = [], {}
         self._seconds, self.logged_at = 0.0, self.global_step
-        self.on_main_process(lambda: self.metrics.write(line))
+        self.write("the log", lambda: self.metrics.write(line))
         scalars = {name: value for name, value in line.items() if isinstance(value, float)}
         self.accelerator.log(scalars, step=self.global_step)
         self._bar.set_postfix_str(f"loss {line['loss']:.4f}, {line['images_per_second']:.0f} images/s")
@@ -269,37 +319,19 @@ class TrainingLoop:
     # Checkpoints
 
     def save_checkpoint(self):
-        step, others = self.global_step, self.checkpoints.steps()
+        step = self.global_step
         if names := nonfinite_weights(self.named_parameters):
-            raise TrainingStopped(f"step {step}: weights are not finite, and are not saved: {', '.join(names)}")
-
-        def save():
-            try:
-                self.checkpoints.save(step, lambda folder: save_state(self, folder))
-            except Exception as error:
-                last = f"the last one is {self.checkpoints.path(others[-1])}" if others else "there is none before it"
-                reason = " ".join(str(error).split())
-                raise TrainingStopped(
-                    f"the checkpoint of step {step} could not be written: {reason}; {last}"
-                ) from error
-
-        self.on_main_process(save)
+            message = f"step {step}: weights are not finite, and are not saved: {', '.join(names)}"
+            raise TrainingStopped(message, shared=True)
+        write = partial(self.checkpoints.save, step, lambda folder: save_state(self, folder))
+        self.write(f"the checkpoint of step {step}", write)
 
     def _resume(self, which: str):
-        path, passed_over = self.checkpoints.find(which)
+        path, passed_over = on_main_process(self.accelerator, lambda: self.checkpoints.find(which))
         for reason in passed_over:
             self.accelerator.print(f"warning: {reason}")
         state = json.loads((path / "state.json").read_text())
-        changed = [
-            f"{name} was {state['settings'].get(name)!r} and is {self.settings.get(name)!r}"
-            for name in {**state["settings"], **self.settings}
-            if state["settings"].get(name) != self.settings.get(name)
-        ]
-        if changed and not self.args.allow_changed_settings:
-            raise ValueError(
-                f"{path} is of a run with other settings: {'; '.join(changed)}; give the same, or "
-                "--allow_changed_settings"
-            )
+        check_same_run(path, state["settings"], self.settings, self.args.allow_changed_settings)
         load_state(self, path, state)
         # That of the last step, with which the models are saved where there is no other to come.
         self._warm_up(max(0, self.global_step - 1))
@@ -324,9 +356,9 @@ class TrainingLoop:
         """SIGTERM and the first Ctrl-C end the run after the step that is being done; the second ends it at once."""
 
         def note(number, frame):
-            if self._stop_signal and number == signal.SIGINT:
+            if self._signal == number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._stop_signal = number
+            self._signal = number
 
         before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -335,32 +367,36 @@ class TrainingLoop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _warn_of_unreadable(self, batch: Batch):
-        for name in batch.unreadable:
-            if name not in self._unreadable:
-                self._unreadable.add(name)
-                tqdm.write(f"warning: {name} can not be read and is left out ({len(self._unreadable)} so far)")
-
-
-def _readable(batches: Iterable[Batch]) -> Iterator[Batch]:
-    try:
-        yield from batches
-    except (ValueError, OSError) as error:
-        raise TrainingStopped(str(error), exit_code=2) from error
+    def _readable(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Name and count what was passed over; what ends the run ends it with a sentence."""
+        try:
+            for batch in batches:
+                for name in batch.unreadable:
+                    if name not in self._unreadable:
+                        self._unreadable.add(name)
+                        count = len(self._unreadable)
+                        tqdm.write(f"warning: {name} can not be read and is left out ({count} so far)")
+                yield batch
+        except (BadImage, OSError) as error:
+            raise TrainingStopped(str(error), exit_code=2) from error
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
-    """Run a function in one process, while the others wait, and give all of them what it returns or raises."""
+    """Run a function in one process, while the others wait; what it returns all get, and where it fails all fail."""
     outcome: list[Any] = [None, None]
+    error = None
     if accelerator.is_main_process:
         try:
             outcome[0] = function()
-        except (OSError, ValueError, TrainingStopped) as error:
-            outcome[1] = error
+        except Exception as raised:
+            error = raised
+            outcome[1] = (str(raised), raised.exit_code if isinstance(raised, TrainingStopped) else 2)
     if accelerator.num_processes > 1:
         broadcast_object_list(outcome)
+    if error is not None:
+        raise error
     if outcome[1] is not None:
-        raise outcome[1]
+        raise TrainingStopped(*outcome[1], shared=True)
     return outcome[0]
 
 
@@ -372,5 +408,5 @@ def _enable_gradient_checkpointing(module: nn.Module):
 
 def _strength_of(modules: dict[str, nn.Module]) -> dict[nn.Module, float]:
     """The models whose strength is warmed up, with what it is to become."""
-    scaled = [module for module in modules.values() if hasattr(module, "skip_scaler")]
+    scaled = [module for module in modules.values() if isinstance(module, SkipScalingMixin)]
     return {module: module.skip_scaler.config.strength for module in scaled}

@@ -22,9 +22,9 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]):
         # JSON has no infinity, and what is not finite is no figure.
-        line = {name: value if _is_finite(value) else None for name, value in line.items()}
+        text = json.dumps(_without_infinities(line), allow_nan=False)
         with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(text + "\n")
 
     def last(self, name: str) -> Any:
         """The latest value of a figure, or None."""
@@ -42,5 +42,9 @@ class MetricsFile:
         return lines
 
 
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinities(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

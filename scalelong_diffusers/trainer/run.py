@@ -1,7 +1,6 @@
 """The beginning and the end of a run: its folder, its settings, and the pipeline that it leaves behind."""
 
 import argparse
-import math
 import os
 import shutil
 import sys
@@ -20,8 +19,6 @@ from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
 from scalelong_diffusers.adapters import save_adapter
-from scalelong_diffusers.data import TrainingData
-from scalelong_diffusers.files import write_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
 from scalelong_diffusers.sharing import push_adapter, push_to_hub
@@ -29,39 +26,24 @@ from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped, on_main_process
 
 
-SETTINGS_FILE = "settings.json"
-
-# What may differ between a run and its continuation: where things are, what is shown, and how the work is shared out.
-_FREE = {
-    *(
-        "output_dir",
-        "logging_dir",
-        "train_data_dir",
-        "precomputed_dir",
-        "cache_dir",
-        "report_to",
-        "tracker_project_name",
-    ),
-    *("logging_steps", "validation_steps", "sample_steps", "num_samples", "num_inference_steps"),
-    *("validation_prompts", "guidance_scale"),
-    *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
-    *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
-    *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),
-    *("compile", "max_nonfinite_losses", "condition"),
-}
-
-
 def run_script(main: Callable[[], None]):
     """Run a training script's `main`; a run that can not begin or go on ends in one line on stderr, and exit code."""
     try:
         main()
-    except TrainingStopped as stopped:
+        return
+    except TrainingStopped as error:
+        stopped = error
+    except KeyboardInterrupt:
+        message = "interrupted at once; --resume_from_checkpoint latest goes on from the last checkpoint"
+        stopped = TrainingStopped(message, exit_code=130)
+    # What all processes say is said once on each machine.
+    if not stopped.shared or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
-        if torch.distributed.is_initialized():
-            # What DDP holds is not taken apart in a safe order here, and torch waits for ever then.
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(stopped.exit_code)
-        sys.exit(stopped.exit_code)
+    if torch.distributed.is_initialized():
+        # What DDP holds is not taken apart in a safe order here, and torch waits for ever then.
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(stopped.exit_code)
+    sys.exit(stopped.exit_code)
 
 
 @contextmanager
@@ -70,7 +52,7 @@ def mistakes_as_sentences(interrupted: str = "interrupted before the first step"
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        raise TrainingStopped(" ".join(str(error).split()), exit_code=2) from error
+        raise TrainingStopped(" ".join(str(error).split()), exit_code=2, shared=True) from error
     except KeyboardInterrupt as error:
         raise TrainingStopped(interrupted, exit_code=130) from error
 
@@ -87,6 +69,13 @@ def start(args: argparse.Namespace) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / args.logging_dir),
     )
     check_processes(accelerator)
+    # accelerate may have been told by its launcher or its config file, too.
+    args.mixed_precision = accelerator.mixed_precision
+    if accelerator.gradient_accumulation_steps != args.gradient_accumulation_steps:
+        raise ValueError(
+            f"accelerate is set up for {accelerator.gradient_accumulation_steps} accumulations, and "
+            f"--gradient_accumulation_steps is {args.gradient_accumulation_steps}: give the same"
+        )
     _share_out_batch(args, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     on_main_process(accelerator, lambda: _prepare_folder(args, folder))
@@ -105,35 +94,6 @@ def check_processes(accelerator: Accelerator):
             f"{os.environ['WORLD_SIZE']} processes were started, and accelerate finds no GPU for them: on CPUs set "
             "ACCELERATE_USE_CPU=1"
         )
-
-
-def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingData) -> dict[str, Any]:
-    """
-    Complete the settings by what the data says, print them, and keep them with the run.
-
-    Returned is what the run depends on, and what has to be the same where it is resumed.
-    """
-    total = args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
-    if total > data.train.num_samples:
-        raise ValueError(
-            f"a step takes {total} images (--train_batch_size {args.train_batch_size} x --gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps} x {accelerator.num_processes} processes), and there are "
-            f"{data.train.num_samples} to train on: take a smaller batch"
-        )
-    args.total_batch_size = total
-    if args.max_train_steps is None:
-        args.max_train_steps = math.ceil(data.train.num_samples * args.num_train_epochs / total)
-    shown = {name: value for name, value in sorted(vars(args).items()) if name not in ("hub_token", "condition")}
-    shown["data"] = f"{data.description} ({data.fingerprint})"
-    for name, value in shown.items():
-        accelerator.print(f"{name}: {value}")
-    on_main_process(accelerator, lambda: write_json(Path(args.output_dir, SETTINGS_FILE), shown))
-    if args.report_to != "none":
-        scalars = {name: value for name, value in shown.items() if isinstance(value, (int, float, str, bool))}
-        accelerator.init_trackers(args.tracker_project_name, config=scalars)
-    # With a constant rate a run can be made longer; otherwise its length is part of the schedule.
-    free = _FREE | ({"max_train_steps"} if args.lr_scheduler.startswith("constant") else set())
-    return {name: value for name, value in shown.items() if name not in free}
 
 
 def save_pipeline(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[str, Any] | None = None):
@@ -160,10 +120,12 @@ def _save_and_push(
 ):
     """`push` takes a repository and the options of `push_to_hub`; `again` is the code that would try it again."""
     with loop.evaluating():
-        loop.on_main_process(lambda: _save_into(save, loop.folder))
-        if loop.args.push_to_hub:
-            loop.on_main_process(lambda: _push(loop, push, again, card))
-    loop.finish()
+        loop.write("the pipeline", lambda: _save_into(save, loop.folder))
+        is_main_process = loop.accelerator.is_main_process
+        # Before the push, for which the others would wait, and in the end no longer.
+        loop.finish()
+        if loop.args.push_to_hub and is_main_process:
+            _push(loop, push, again, card)
 
 
 def _repo_id(loop: TrainingLoop) -> str:
@@ -204,24 +166,31 @@ def _prepare_folder(args: argparse.Namespace, folder: Path):
     except OSError as error:
         raise OSError(f"--output_dir {folder} can not be written: {error}") from error
     checkpoints = Checkpoints(folder)
-    if args.resume_from_checkpoint is None and (checkpoints.steps() or (folder / SETTINGS_FILE).exists()):
+    checkpoints.remove_leftovers()
+    if args.resume_from_checkpoint is not None:
+        return
+    # A run that ended before its first checkpoint has nothing to be lost.
+    if checkpoints.steps():
         raise ValueError(
             f"--output_dir {folder} holds another run: go on with it by --resume_from_checkpoint latest, or give "
             "another folder"
         )
-    checkpoints.remove_leftovers()
+    if (folder / DiffusionPipeline.config_name).exists():
+        raise ValueError(f"--output_dir {folder} holds a pipeline: give another folder")
 
 
 def _save_into(save: Callable[[Path], None], folder: Path):
     """Saved aside and moved, the index of a pipeline last: an index names what is there."""
     aside = folder / ".partial-pipeline"
-    save(aside)
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == DiffusionPipeline.config_name):
-        if path.is_dir():
-            replace_folder(path, folder / path.name)
-        else:
-            os.replace(path, folder / path.name)
-    shutil.rmtree(aside)
+    try:
+        save(aside)
+        for path in sorted(aside.iterdir(), key=lambda path: path.name == DiffusionPipeline.config_name):
+            if path.is_dir():
+                replace_folder(path, folder / path.name)
+            else:
+                os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _push(loop: TrainingLoop, push: Callable[..., str], again: str, card: dict[str, Any]):
@@ -244,7 +213,7 @@ def _push(loop: TrainingLoop, push: Callable[..., str], again: str, card: dict[s
     }
     try:
         url = push(_repo_id(loop), private=args.hub_private_repo, token=args.hub_token, card=CardFacts.parse(facts))
-        loop.accelerator.print(f"pushed: {url}")
+        print(f"pushed: {url}")
     except (OSError, ValueError) as error:
         print(
             f"warning: the push to {_repo_id(loop)} failed ({error}); the model is whole in {loop.folder}: {again} "

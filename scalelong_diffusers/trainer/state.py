@@ -45,15 +45,16 @@ def save_state(loop: "TrainingLoop", folder: Path):
 def load_state(loop: "TrainingLoop", folder: Path, state: dict[str, Any]):
     for name, module in loop.modules.items():
         if loop.ema is not None:
-            _load_weights(module, folder / f"{name}_ema")
+            # A run that begins to average now begins with the weights.
+            _load_weights(module, folder / (name if state["ema_steps"] is None else f"{name}_ema"))
     if loop.ema is not None:
         loop.ema.shadow_params = [parameter.detach().clone() for parameter in loop.parameters]
-        loop.ema.optimization_step = state["ema_steps"]
+        loop.ema.optimization_step = state["ema_steps"] or 0
     for name, module in loop.modules.items():
         _load_weights(module, folder / name)
     _load_optimizer_state(loop, load_file(folder / _OPTIMIZER_FILE), state["optimizer"])
     _set_rate(loop, state["lr_scheduler_steps"])
-    if loop.accelerator.scaler is not None:
+    if loop.accelerator.scaler is not None and state["scaler"] is not None:
         loop.accelerator.scaler.load_state_dict(state["scaler"])
     loop.global_step = loop.logged_at = state["step"]
     loop.nonfinite_in_a_row = state["nonfinite_in_a_row"]

@@ -37,17 +37,10 @@ def validation_losses(
 
 @torch.no_grad()
 def _mean_losses(loop: TrainingLoop, losses_of, models: Any) -> tuple[float, list[float | None]]:
-    accelerator = loop.accelerator
-    batches = loop.data.validation.batches(
-        batch_size=loop.args.train_batch_size,
-        num_processes=accelerator.num_processes,
-        rank=accelerator.process_index,
-        num_workers=loop.args.dataloader_num_workers,
-    )
     sums = torch.zeros(2, BINS, dtype=torch.float64)
-    for batch in batches:
+    for batch in loop.validation_batches():
         bins = (batch.uniform("timestep") * BINS).long()
-        losses = losses_of(models, batch.to(accelerator.device)).cpu().double()
+        losses = losses_of(models, batch).cpu().double()
         sums[0].index_add_(0, bins, losses)
         sums[1].index_add_(0, bins, torch.ones_like(losses))
     # As numbers, since not every device has tensors of float64.
@@ -65,4 +58,4 @@ def save_samples(loop: TrainingLoop, make_images: Callable[[], list], columns: i
         save_image(grid(make_images(), columns), folder / f"step-{loop.global_step:06d}.png")
 
     with loop.evaluating():
-        loop.on_main_process(save)
+        loop.write("the samples", save)

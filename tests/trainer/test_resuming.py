@@ -6,12 +6,16 @@ import shutil
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline
 from scalelong_diffusers.trainer import TrainingStopped
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def wait_for(condition, launched, seconds=120):
@@ -51,7 +55,7 @@ def cut_off_after(folder, step):
         (8, {"logging_steps": 3}),
         (11, {"gradient_accumulation_steps": 2, "train_batch_size": 2}),
         (6, {"skip_scaling": "ls", "skip_scaling_warmup_steps": 9, "lr_scheduler": "cosine"}),
-        (13, {"no-use_ema": True}),
+        (13, {"no-use_ema": True, "lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3}),
         (2, {"model_config_name_or_path": None, "model_type": "unet"}),
     ],
     ids=str,
@@ -95,22 +99,63 @@ def test_killed_while_it_writes_a_checkpoint(launch, train, unbroken, assert_sam
     assert_same_run(broken, expected)
 
 
+# With validation in every step it is there that most signals arrive.
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_says_how_to_go_on(launch, train, unbroken, assert_same_run, tmp_path, number):
+def test_a_signal_saves_and_says_how_to_go_on(launch, train, unbroken, tmp_path, number, processes):
     expected = unbroken()
     broken = tmp_path / "broken"
-    running = launch(broken, max_train_steps=400, checkpointing_steps=1000, dataloader_num_workers=2)
+    changes = {"checkpointing_steps": 1000, "dataloader_num_workers": 2, "validation_steps": 1}
+    changes |= {"train_batch_size": 4 // processes, "processes": processes}
+    running = launch(broken, max_train_steps=400, **changes)
     wait_for(lambda: lines_of(broken) > 2, running)
-    os.killpg(running.process.pid, number)  # as a terminal and a scheduler do: to all processes of the job
+    # As a terminal and a scheduler do: to all processes of the job, one after the other.
+    family = [running.process.pid, *(child.pid for child in psutil.Process(running.process.pid).children())]
+    for pid in family if processes == 1 else family[1:]:
+        os.kill(pid, number)
+        time.sleep(0.01)
     code, _, errors = running.wait()
-    assert code == 128 + number
+    if processes > 1:
+        errors = "\n".join(line for line in errors.splitlines() if "stopped by" in line)
+        assert len(errors.splitlines()) == 1
+    else:
+        assert code == 128 + number
     (checkpoint,) = broken.glob("checkpoint-*")
     assert f"stopped by {number.name} after step {checkpoint.name.split('-')[1]} of 400" in errors.splitlines()[-1]
     assert "--resume_from_checkpoint latest goes on" in errors.splitlines()[-1]
     assert "Traceback" not in errors
     if int(checkpoint.name.split("-")[1]) < 16:
         train(broken, resume_from_checkpoint="latest")
-        assert_same_run(broken, expected)
+        weights, wanted = (load_file(path / "checkpoint-16" / "unet" / WEIGHTS) for path in (broken, expected))
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0 if processes == 1 else 1e-3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_while_it_samples_stops_all(launch, tmp_path, rank):
+    """The others can not know of it until the next step, after which all of them stop."""
+    settings = {"sample_steps": 2, "num_samples": 4, "num_inference_steps": 200, "checkpointing_steps": 1000}
+    running = launch(tmp_path / "run", processes=2, max_train_steps=400, **settings)
+    wait_for(lambda: lines_of(tmp_path / "run") == 1, running)
+    time.sleep(0.2)
+    os.kill(psutil.Process(running.process.pid).children()[rank].pid, signal.SIGTERM)
+    _, _, errors = running.wait(timeout=90)
+    assert "stopped by SIGTERM after step" in errors
+    assert list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_second_interrupt_ends_at_once(launch, tmp_path):
+    settings = {"sample_steps": 2, "num_samples": 4, "num_inference_steps": 100_000 // 100}
+    running = launch(tmp_path / "run", **settings)
+    wait_for(lambda: lines_of(tmp_path / "run") == 1, running)
+    time.sleep(0.3)
+    os.kill(running.process.pid, signal.SIGINT)
+    time.sleep(0.1)
+    os.kill(running.process.pid, signal.SIGINT)
+    code, _, errors = running.wait(timeout=60)
+    assert code == 130
+    assert errors.strip().splitlines()[-1].endswith("--resume_from_checkpoint latest goes on from the last checkpoint")
+    assert "Traceback" not in errors
 
 
 @pytest.fixture
@@ -146,20 +191,35 @@ def test_resuming_where_there_is_nothing_is_an_error(refused, which):
     assert "to resume from" in refused(resume_from_checkpoint=which)
 
 
-def test_other_settings_are_named_and_refused(train, two_checkpoints):
-    changes = {"learning_rate": 0.02, "skip_scaling": "none", "resume_from_checkpoint": "latest"}
+def test_other_settings_are_named_and_refused(train, two_checkpoints, metrics_of):
+    kept = (two_checkpoints / "settings.json").read_text()
+    changes = {"learning_rate": 0.02, "adam_beta1": 0.8, "resume_from_checkpoint": "latest"}
     with pytest.raises(TrainingStopped) as stopped:
         train(two_checkpoints, **changes)
     assert "learning_rate was 0.01 and is 0.02" in str(stopped.value)
-    assert "skip_scaling was 'cs' and is 'none'" in str(stopped.value)
-    train(two_checkpoints, allow_changed_settings=True, **changes)
+    assert "adam_beta1 was 0.9 and is 0.8" in str(stopped.value)
+    assert (two_checkpoints / "settings.json").read_text() == kept
+    train(two_checkpoints, allow_changed_settings=True, **changes, **{"no-use_ema": True})
+    assert metrics_of(two_checkpoints)[-1]["lr"] == 0.02
+    train(two_checkpoints, allow_changed_settings=True, max_train_steps=20, **changes)  # averages again
+    with pytest.raises(TrainingStopped, match="holds the weights of another model: skip_scaling was 'cs' and is 'ls'"):
+        train(two_checkpoints, allow_changed_settings=True, skip_scaling="ls", **changes)
     with pytest.raises(TrainingStopped, match=r"data was 'the built-in shapes, 30 images .* and is "):
         train(two_checkpoints, num_shapes=40, resume_from_checkpoint="latest")
 
 
-def test_what_may_change_is_not_refused(train, two_checkpoints, unbroken, assert_same_run):
+def test_what_may_change_is_not_refused(train, two_checkpoints, unbroken, metrics_of):
     changes = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
-    train(two_checkpoints, resume_from_checkpoint="checkpoint-4", logging_steps=2, **changes)
+    train(two_checkpoints, resume_from_checkpoint="latest", **changes)
+    losses, expected = ([line["loss"] for line in metrics_of(folder)] for folder in (two_checkpoints, unbroken()))
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_earlier_checkpoint_is_not_resumed_from_while_there_are_later_ones(train, two_checkpoints):
+    with pytest.raises(TrainingStopped, match="later checkpoints than checkpoint-4: move checkpoint-8 away first"):
+        train(two_checkpoints, resume_from_checkpoint="checkpoint-4")
+    shutil.rmtree(two_checkpoints / "checkpoint-8")
+    train(two_checkpoints, resume_from_checkpoint="checkpoint-4")
 
 
 def test_with_a_schedule_that_ends_its_length_is_a_setting(train, tmp_path):
@@ -217,7 +277,7 @@ def test_a_disk_that_is_full_ends_the_run_and_keeps_the_last_checkpoint(launch, 
     last = errors.strip().splitlines()[-1]
     assert "the checkpoint of step 8 could not be written" in last
     assert "File too large" in last
-    assert last.endswith(f"the last one is {folder / 'checkpoint-4'}")
+    assert last.endswith(f"the last checkpoint is {folder / 'checkpoint-4'}")
     assert [path.name for path in folder.glob("*checkpoint*")] == ["checkpoint-4"]
     assert not list(folder.glob(".partial-*"))
     train(folder, resume_from_checkpoint="latest")
