@@ -6,10 +6,12 @@ import shutil
 import time
 from pathlib import Path
 
+import datasets
 import diffusers
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.data import DataSettings, load_training_data
@@ -144,6 +146,32 @@ def test_with_a_validation_split_oblong_images_and_some_that_can_not_be_read(
     folder = precompute(**images, **changes, **without, with_labels=False)
     assert json.loads((folder / "index.json").read_text())["splits"]["validation"]["rows"] == 6
     both_ways(folder, train_unconditional, images, **changes, model_config_name_or_path=encoders / "model")
+
+
+def test_a_data_set_that_is_streamed_has_the_same_features(precompute, tmp_path):
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "text": datasets.Value("string"),
+        }
+    )
+    for i in range(2):
+        images = [Image.new("RGB", (16, 16), (9 * n, 80, 200 - n)) for n in range(10 * i, 10 * i + 10)]
+        rows = {"image": images, "label": [0, 1] * 5, "text": [f"number {n}" for n in range(10)]}
+        table = datasets.Dataset.from_dict(rows, features=features)
+        (tmp_path / "images").mkdir(exist_ok=True)
+        table.to_parquet(tmp_path / "images" / f"train-{i}.parquet", batch_size=4)
+    images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
+    whole = precompute(tmp_path / "whole", **images)
+    streamed = precompute(tmp_path / "streamed", **images, streaming=True)
+    assert len(list(whole.glob("train-*"))) == 3
+    for shard in whole.glob("*.safetensors"):
+        columns, others = load_file(shard), load_file(streamed / shard.name)
+        assert columns.keys() == others.keys()
+        assert all(torch.equal(column, others[name]) for name, column in columns.items())
+    [batch] = open_features(streamed).train.batches(16, num_steps=1)
+    assert set(batch["captions"]) <= {f"number {n}" for n in range(10)}
 
 
 def open_features(folder, needs_captions=True, needs_labels=False, **changes):
