@@ -1,117 +1,158 @@
 """
-What training costs, and what makes it cheaper, measured on the scripts' own loop.
+What the training loop costs, beside forward, backward and the optimizer's step.
 
-    python benchmarks/training.py [--only precomputed] [--rounds 15] [--json]
+    python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint|precomputed] [--json]
 
-precomputed: a step from precomputed features against one with the encoders in the loop, with everything else the same.
-Times are paired ratios with their 95 % interval.
+loop: steps of the unconditional script's loop, with its data, noise, average, clipping and log, against a bare loop of
+the same model and optimizer whose batches and noise are there already; side by side in one run. loader: the images per
+second that are read without training. checkpoint: writing one of the U-ViT S/2 of CIFAR-10. precomputed:
+steps of a model of latents from precomputed features against those with the autoencoder in the loop.
 """
 
 import argparse
 import contextlib
-import io
+import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
+import torch.nn.functional as F
 from measure import machine, paired_ratio, paired_times
+from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataSettings, TrainingData, load_training_data
-from scalelong_diffusers.models.uvit import UViTModel
-from scalelong_diffusers.train import precompute_latents
-from scalelong_diffusers.trainer import NoiseProcess, encode_images
+from scalelong_diffusers.trainer import (
+    NoiseProcess,
+    TrainingLoop,
+    build_model,
+    parse_training_arguments,
+    settle,
+    start,
+    training_parser,
+)
 
 
-# Stable Diffusion's autoencoder at half its width, so that a round takes seconds.
-VAE = {
-    "block_out_channels": (64, 128, 256, 256),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "latent_channels": 4,
-}
-RESOLUTION, BATCH_SIZE, STEPS_IN_A_ROUND = 128, 8, 2
-MODEL = {"sample_size": RESOLUTION // 8, "patch_size": 2, "in_channels": 4, "hidden_size": 512, "num_layers": 12}
+LIMIT = 0.97
+BATCH = 32
+LOADED = 6_000  # images
 
 
-def steps(data: TrainingData, vae: AutoencoderKL, model: UViTModel) -> Callable[[], None]:
-    """A function that trains the next steps: data, latents, noise, model, loss, optimizer."""
-    process = NoiseProcess.from_arguments(
-        argparse.Namespace(
-            prediction_type="epsilon", ddpm_beta_schedule="linear", continuous_time=False, snr_gamma=None
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batches: Iterator = iter(data.train.batches(BATCH_SIZE))
-
-    def run():
-        for _ in range(STEPS_IN_A_ROUND):
-            batch = next(batches)
-            clean = encode_images(batch, vae)
-            noise, timesteps = batch.normal_like(clean, "noise"), process.timesteps(batch.uniform("timestep"))
-            prediction = model(process.add_noise(clean, noise, timesteps), timesteps).sample
-            (prediction - process.target(clean, noise, timesteps)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
+def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, TrainingData]:
+    words = [f"--{name}={value}" for name, value in {"output_dir": folder, "max_train_steps": 10**6, **flags}.items()]
+    args = parse_training_arguments(training_parser("", condition=None), words)
+    accelerator = start(args)
+    settings = DataSettings.from_arguments(args)
+    data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
+    unet = build_model(args, data)
+    with contextlib.redirect_stdout(None):  # the settings
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
+    return loop, NoiseProcess.from_arguments(args), data
 
 
-def measure_precomputed(rounds: int) -> dict[str, Any]:
-    images = {"resolution": RESOLUTION, "center_crop": True, "random_flip": True}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        vae = AutoencoderKL(**VAE).eval().requires_grad_(False)
-        vae.save_pretrained(f"{folder}/vae")
-        features = Path(folder, "features")
-        flags = f"--resolution {RESOLUTION} --center_crop --random_flip --num_shapes 64 --output_dir {features}"
-        with contextlib.redirect_stdout(io.StringIO()):
-            precompute_latents.main([*flags.split(), "--pretrained_vae_model_name_or_path", f"{folder}/vae"])
-        settings = {
-            "in the loop": DataSettings(num_shapes=64, **images),
-            "precomputed": DataSettings(precomputed_dir=str(features), **images),
-        }
-        functions = {}
-        for name, setting in settings.items():
-            data = load_training_data(setting, channels=3, needs_labels=False, needs_captions=False, seed=0)
-            torch.manual_seed(0)
-            functions[name] = steps(data, vae, UViTModel(**MODEL))
-        times = paired_times(functions, rounds, warmup=1)
-        size = sum(file.stat().st_size for file in features.iterdir()) / 64
-    ratio = paired_ratio(times["in the loop"], times["precomputed"])
-    seconds = {name: sorted(values)[rounds // 2] / STEPS_IN_A_ROUND for name, values in times.items()}
-    return {"seconds_per_step": seconds, "times_as_fast": ratio, "bytes_per_image": size}
+def our_step(loop: TrainingLoop, process: NoiseProcess) -> Callable[[], None]:
+    batches = iter(loop)
+
+    def step():
+        batch = next(batches)
+        clean = batch["pixel_values"]
+        noise = batch.normal_like(clean, "noise")
+        timesteps = process.timesteps(batch.uniform("timestep"))
+        prediction = loop.models["unet"](process.add_noise(clean, noise, timesteps), timesteps).sample
+        loop.step(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+
+    return step
 
 
-def show_precomputed(result: dict[str, Any]):
-    print(f"precomputed: U-ViT-S/2 on latents of {RESOLUTION} x {RESOLUTION} pixels, batch {BATCH_SIZE}")
-    for name, seconds in result["seconds_per_step"].items():
-        print(f"  {name:<12} {seconds:.3f} s for a step")
-    print("  {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast".format(**result["times_as_fast"]))
-    print(f"  {result['bytes_per_image'] / 1024:.1f} KiB on the disk for an image and its mirror image")
+def bare_step(model: torch.nn.Module, data: TrainingData, process: NoiseProcess) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+    batch = next(iter(data.train.batches(batch_size=BATCH)))
+    noise = torch.randn_like(batch["pixel_values"])
+    timesteps = process.timesteps(torch.rand(BATCH))
+    noisy = process.add_noise(batch["pixel_values"], noise, timesteps)
+
+    def step():
+        F.mse_loss(model(noisy, timesteps).sample, noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
-PARTS = {"precomputed": (measure_precomputed, show_precomputed)}
+def measure_loop(rounds: int, folder: Path) -> dict:
+    loop, process, data = make_loop(folder / "loop", resolution=32, train_batch_size=BATCH)
+    bare = build_model(loop.args, data)
+    steps = {"ours": our_step(loop, process), "bare": bare_step(bare, data, process)}
+    times = paired_times(steps, rounds)
+    throughput = paired_ratio(times["bare"], times["ours"])
+    seconds = sorted(times["ours"])[rounds // 2]
+    return {"throughput": throughput, "images_per_second": BATCH / seconds}
+
+
+def measure_loader() -> dict:
+    rates = {}
+    for resolution, workers in itertools.product((32, 64), (0, 2)):
+        settings = DataSettings(resolution=resolution)
+        data = load_training_data(settings, channels=3, needs_labels=False, needs_captions=False, seed=0)
+        begin = time.perf_counter()
+        for _ in data.train.batches(batch_size=BATCH, num_steps=LOADED // BATCH, num_workers=workers):
+            pass
+        rates[f"{resolution} px, {workers} workers"] = LOADED / (time.perf_counter() - begin)
+    return rates
+
+
+def measure_checkpoint(folder: Path) -> dict:
+    flags = {"preset": "cifar10-uvit-s-2", "train_batch_size": 8, "checkpoints_total_limit": 1}
+    loop, process, _ = make_loop(folder / "checkpoint", **flags)
+    step, writing, training = our_step(loop, process), [], []
+    for _ in range(4):
+        begin = time.perf_counter()
+        step()
+        training.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        loop.save_checkpoint()
+        writing.append(time.perf_counter() - begin)
+    path = loop.checkpoints.path(loop.global_step)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    every = loop.args.checkpointing_steps
+    return {
+        "seconds": min(writing),
+        "mebibytes": size / 2**20,
+        "step_seconds": min(training),
+        f"part of a step, every {every} steps": min(writing) / every / min(training),
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=tuple(PARTS), help="measure this part alone")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    names = list(PARTS) if arguments.only is None else [arguments.only]
-    results = {name: PARTS[name][0](arguments.rounds) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {
+            "loop": lambda: measure_loop(arguments.rounds, Path(folder)),
+            "loader": measure_loader,
+            "checkpoint": lambda: measure_checkpoint(Path(folder)),
+            "precomputed": lambda: measure_precomputed(arguments.rounds, Path(folder)),
+        }
+        results = {name: part() for name, part in parts.items() if arguments.only in (None, name)}
     if arguments.json:
-        print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}))
+        print(json.dumps({"machine": machine(), "batch": BATCH, "results": results}))
         return
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    for name in names:
-        PARTS[name][1](results[name])
+    print(", ".join(f"{key} {value}" for key, value in machine().items()) + f", batch {BATCH}")
+    if "loop" in results:
+        throughput = results["loop"]["throughput"]
+        verdict = "ok" if throughput["high"] >= LIMIT else f"below {LIMIT}"
+        print("loop: throughput / bare {ratio:.3f} [{low:.3f}, {high:.3f}]".format(**throughput), verdict)
+        print(f"      {results['loop']['images_per_second']:.1f} images per second")
+    for name in ("loader", "checkpoint"):
+        for label, value in results.get(name, {}).items():
+            print(f"{name}: {label} {value:.4g}")
+    if "precomputed" in results:
+        show_precomputed(results["precomputed"])
 
 
 if __name__ == "__main__":

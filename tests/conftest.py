@@ -373,6 +373,68 @@ def tiny_stable_diffusion(sd, tiny_clip, tiny_vae):
     )  # fmt: skip
 
 
+_CAPTIONS = ["a red circle", "a blue square on a table", "a green triangle"]
+_NO_SAFETY_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+_SD_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+
+
+def _small_clip(seed, width):
+    from scalelong_diffusers.text.small_clip import build_small_clip
+
+    torch.manual_seed(seed)
+    return build_small_clip(_CAPTIONS, width, num_layers=3, num_attention_heads=2, context_length=10)
+
+
+def _clip_with_projection(seed, width):
+    """SDXL's second encoder."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    plain, tokenizer = _small_clip(seed, width)
+    config = CLIPTextConfig(**{**plain.config.to_dict(), "projection_dim": 16})
+    return CLIPTextModelWithProjection(config).eval(), tokenizer
+
+
+def _stable_diffusion(unet, vae, scheduler):
+    text_encoder, tokenizer = _small_clip(1, 16)
+    return diffusers.StableDiffusionPipeline(vae, text_encoder, tokenizer, unet, scheduler, **_NO_SAFETY_CHECKER)
+
+
+def _build_sd1(cases, vae):
+    scheduler = diffusers.PNDMScheduler(**_SD_SCHEDULE, skip_prk_steps=True)
+    return _stable_diffusion(cases["sd"].build(), vae, scheduler)
+
+
+def _build_sd2(cases, vae):
+    scheduler = diffusers.DDIMScheduler(
+        **_SD_SCHEDULE, prediction_type="v_prediction", rescale_betas_zero_snr=True, clip_sample=False
+    )
+    return _stable_diffusion(cases["sd"].build(use_linear_projection=True), vae, scheduler)
+
+
+def _build_sdxl(cases, vae):
+    unet = cases["sdxl"].build(cross_attention_dim=24)
+    (one, tokenizer), (two, tokenizer_2) = _small_clip(1, 16), _clip_with_projection(2, 8)
+    scheduler = diffusers.EulerDiscreteScheduler(**_SD_SCHEDULE)
+    return diffusers.StableDiffusionXLPipeline(
+        vae, one, two, tokenizer, tokenizer_2, unet, scheduler, add_watermarker=False
+    )
+
+
+_KINDS = {"sd1": _build_sd1, "sd2": _build_sd2, "sdxl": _build_sdxl}
+
+
+@pytest.fixture
+def build_kind(cases, tiny_vae):
+    """`build_kind("sdxl")`: a pipeline with random weights, the same each time."""
+
+    def build(kind):
+        pipe = _KINDS[kind](cases, tiny_vae)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    return build
+
+
 @pytest.fixture
 def hub(in_fresh_process, tmp_path):
     """

@@ -317,11 +317,15 @@ class ImageTable:
         text = column.type.value_type if of_list else column.type
         if not pat.is_string(text) and not pat.is_large_string(text):
             raise self._wrong_type(self._caption_column, "a caption is a text or a list of texts")
-        missing = [not captions or None in captions for captions in column.to_pylist()] if of_list else None
-        row = _first(pa.array(missing) if of_list else pc.is_null(column))
+        if of_list:
+            captions_of_rows = column.to_pylist()
+            missing = pa.array([not texts or not all(map(_says_something, texts)) for texts in captions_of_rows])
+        else:
+            missing = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(column), ""), True)
+        row = _first(missing)
         if row is not None:
             raise ValueError(
-                f"{self.name(row)} has no caption: column {self._caption_column!r} is {column[row].as_py()} there"
+                f"{self.name(row)} has no caption: column {self._caption_column!r} is {column[row].as_py()!r} there"
             )
 
     def _wrong_type(self, column: str, accepted: str) -> ValueError:
@@ -348,3 +352,7 @@ def _names_and_sizes(images: pa.Array) -> list:
 
 def _file_size(path: str | None) -> int | None:
     return os.path.getsize(path) if path and os.path.exists(path) else None
+
+
+def _says_something(text: str | None) -> bool:
+    return text is not None and bool(text.strip())

@@ -52,13 +52,22 @@ def config_without_jump(skip_scaling: SkipScalingConfig | Mapping[str, Any] | st
     The scaling that a trained model starts with: gates that begin at exactly 1 (of `ls`, `init` is `"identity"` unless
     it is given), and strength 0 where the factors begin elsewhere.
     """
+    config = config_for_fine_tuning(skip_scaling)
+    return config if starts_at_one(config) else dataclasses.replace(config, strength=0.0)
+
+
+def config_for_fine_tuning(skip_scaling: SkipScalingConfig | Mapping[str, Any] | str) -> SkipScalingConfig:
+    """What is asked for, with gates that begin at 1 unless their `init` is given."""
     if isinstance(skip_scaling, str):
         skip_scaling = {"method": skip_scaling}
     if isinstance(skip_scaling, Mapping) and skip_scaling.get("method") == "ls":
         skip_scaling = {"init": "identity", **skip_scaling}
-    config = SkipScalingConfig.parse(skip_scaling)
-    starts_at_one = config.method in ("none", "learnable") or config.init == "identity"
-    return config if starts_at_one else dataclasses.replace(config, strength=0.0)
+    return SkipScalingConfig.parse(skip_scaling)
+
+
+def starts_at_one(config: SkipScalingConfig) -> bool:
+    """Whether every factor is 1 before training, at any strength."""
+    return config.method in ("none", "learnable") or config.init == "identity"
 
 
 def _is_scaled_as(unet: nn.Module, config: SkipScalingConfig) -> bool:

@@ -1,6 +1,11 @@
 """What the training scripts stand on: flags, models, noise, the loop, checkpoints and validation."""
 
-from scalelong_diffusers.trainer.arguments import parse_training_arguments, training_parser
+from scalelong_diffusers.trainer.arguments import (
+    fine_tuning_parser,
+    parse_fine_tuning_arguments,
+    parse_training_arguments,
+    training_parser,
+)
 from scalelong_diffusers.trainer.latents import check_text_encoder, encode_images
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
@@ -9,9 +14,18 @@ from scalelong_diffusers.trainer.run import (
     check_processes,
     mistakes_as_sentences,
     run_script,
+    save_adapter_alone,
     save_pipeline,
     settle,
     start,
+)
+from scalelong_diffusers.trainer.text import (
+    build_text_encoder,
+    check_validation_prompts,
+    grid_prompts,
+    leave_out,
+    load_named_text_encoder,
+    text_condition,
 )
 from scalelong_diffusers.trainer.validation import save_samples, validation_losses
 
@@ -21,17 +35,26 @@ __all__ = [
     "TrainingLoop",
     "TrainingStopped",
     "build_model",
+    "build_text_encoder",
     "check_processes",
     "check_text_encoder",
+    "check_validation_prompts",
     "encode_images",
+    "fine_tuning_parser",
+    "grid_prompts",
+    "leave_out",
+    "load_named_text_encoder",
     "load_vae",
     "mistakes_as_sentences",
+    "parse_fine_tuning_arguments",
     "parse_training_arguments",
     "run_script",
+    "save_adapter_alone",
     "save_pipeline",
     "save_samples",
     "settle",
     "start",
+    "text_condition",
     "training_parser",
     "validation_losses",
 ]

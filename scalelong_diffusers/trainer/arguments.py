@@ -12,26 +12,20 @@ from scalelong_diffusers.trainer.noise import BETA_SCHEDULES, PREDICTION_TYPES
 
 def training_parser(description: str, condition: str | None) -> ArgumentParser:
     """
-    A parser with all flags that every training script has; a script adds its own.
+    A parser with all flags of a script that trains from nothing; a script adds its own.
 
     `condition` is what the model is told: None, "class" or "text". It says which presets fit.
     """
     parser = ArgumentParser(description=description)
-    parser.set_defaults(condition=condition)
     _add_model_arguments(parser)
-    add_skip_scaling_arguments(parser)
-    add_data_arguments(parser)
-    _add_noise_arguments(parser.add_argument_group("noise and loss"))
-    _add_optimization_arguments(parser.add_argument_group("optimization"))
-    _add_monitoring_arguments(parser.add_argument_group("monitoring"))
-    _add_checkpoint_arguments(parser.add_argument_group("output, checkpoints and the Hub"))
-    # Of a preset alone: how many images a step has over all processes and accumulations.
-    parser.set_defaults(skip_scaling="cs", total_batch_size=None)
+    _add_shared_arguments(parser)
+    _add_noise_arguments(parser.add_argument_group("noise"))
+    parser.set_defaults(condition=condition, skip_scaling="cs")
     return parser
 
 
 def parse_training_arguments(parser: ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, with those of `--preset` as defaults."""
+    """The flags of a `training_parser`, with those of `--preset` as defaults."""
     first = ArgumentParser(add_help=False)
     first.add_argument("--preset")
     preset_name = first.parse_known_args(argv)[0].preset
@@ -44,7 +38,22 @@ def parse_training_arguments(parser: ArgumentParser, argv: Sequence[str] | None 
         known = {action.dest for action in parser._actions} | {"total_batch_size"}
         parser.set_defaults(**{name: value for name, value in preset_flags(preset).items() if name in known})
     arguments = parser.parse_args(argv)
-    _check_arguments(parser, arguments)
+    _check_shared_arguments(parser, arguments)
+    _check_model_arguments(parser, arguments)
+    return arguments
+
+
+def fine_tuning_parser(description: str) -> ArgumentParser:
+    """A parser without the flags of what a model that is there has settled: the model itself, its noise, a preset."""
+    parser = ArgumentParser(description=description)
+    _add_shared_arguments(parser)
+    parser.set_defaults(preset=None)
+    return parser
+
+
+def parse_fine_tuning_arguments(parser: ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    arguments = parser.parse_args(argv)
+    _check_shared_arguments(parser, arguments)
     return arguments
 
 
@@ -68,6 +77,8 @@ def preset_flags(preset: Preset) -> dict[str, Any]:
         "max_train_steps": preset.max_train_steps,
         "ema_decay": preset.ema_decay,
         "class_dropout": preset.condition_dropout or 0.0,
+        "proportion_empty_prompts": preset.condition_dropout,
+        "guidance_scale": preset.guidance_scale,
         "total_batch_size": preset.train_batch_size,
         "latent_scale": preset.latent_scale,
     }
@@ -80,6 +91,16 @@ def check_condition(preset: Preset, condition: str | None):
         script = {None: "unconditional", "class": "class_conditional", "text": "text_to_image"}[preset.condition]
         fitting = [row.name for row in PRESETS.values() if row.condition == condition]
         raise ValueError(f"preset {preset.name} is for train_{script}.py; accepted here: {', '.join(fitting)}")
+
+
+def _add_shared_arguments(parser: ArgumentParser):
+    add_skip_scaling_arguments(parser)
+    add_data_arguments(parser)
+    _add_optimization_arguments(parser.add_argument_group("optimization"))
+    _add_monitoring_arguments(parser.add_argument_group("monitoring"))
+    _add_checkpoint_arguments(parser.add_argument_group("output, checkpoints and the Hub"))
+    # Of a preset alone: how many images a step has over all processes and accumulations.
+    parser.set_defaults(total_batch_size=None)
 
 
 def _add_model_arguments(parser: ArgumentParser):
@@ -99,7 +120,6 @@ def _add_noise_arguments(group):
     add(
         "--continuous_time", **_SWITCH, default=False, help="real times instead of 1000 steps, as U-ViT's pixel models"
     )
-    add("--snr_gamma", type=float, help="min-SNR weighting of the loss; 5 is usual")
 
 
 def _add_optimization_arguments(group):
@@ -116,6 +136,7 @@ def _add_optimization_arguments(group):
     add("--adam_beta2", type=float, default=0.999)
     add("--adam_weight_decay", type=float, default=0.01)
     add("--adam_epsilon", type=float, default=1e-8)
+    add("--snr_gamma", type=float, help="min-SNR weighting of the loss; 5 is usual")
     add("--max_grad_norm", type=float, default=1.0, help="0 does not clip")
     add("--use_ema", **_SWITCH, default=True, help="average the weights, and save and show the average")
     add("--ema_decay", type=float, default=0.9999, help="reached by and by: (1 + step) / (10 + step) before")
@@ -138,7 +159,7 @@ def _add_monitoring_arguments(group):
     )
     add("--sample_steps", type=int, default=1000, help="a grid of samples; 0 for none")
     add("--num_samples", type=int, default=16, help="how many images the grid has")
-    add("--num_inference_steps", type=int, default=25, help="of DPM-Solver++, for the grid")
+    add("--num_inference_steps", type=int, default=25, help="of the sampler, for the grid")
     add("--report_to", default="none", help="tensorboard, wandb, trackio... as accelerate knows them")
     add("--tracker_project_name", default="scalelong")
     add("--logging_dir", default="logs", help="inside --output_dir")
@@ -183,7 +204,7 @@ _AT_LEAST = {
 }
 
 
-def _check_arguments(parser: ArgumentParser, arguments: argparse.Namespace):
+def _check_shared_arguments(parser: ArgumentParser, arguments: argparse.Namespace):
     for name, least in _AT_LEAST.items():
         value = getattr(arguments, name)
         if value is not None and not value >= least:
@@ -191,11 +212,18 @@ def _check_arguments(parser: ArgumentParser, arguments: argparse.Namespace):
     for name in ("adam_beta1", "adam_beta2", "ema_decay"):
         if not 0 <= getattr(arguments, name) < 1:
             parser.error(f"--{name} must be in [0, 1), got {getattr(arguments, name)}")
-    for first, second in _EXCLUSIVE:
-        if getattr(arguments, first) is not None and getattr(arguments, second) is not None:
-            parser.error(f"--{first} and --{second} can not go together: give one of them")
     if arguments.snr_gamma is not None and not arguments.snr_gamma > 0:
         parser.error(f"--snr_gamma must be above 0, got {arguments.snr_gamma}")
+    for flag in ("hub_model_id", "hub_token"):
+        if getattr(arguments, flag) is not None and not arguments.push_to_hub:
+            parser.error(f"--{flag} needs --push_to_hub")
+    if arguments.skip_scaling_warmup_steps and arguments.skip_scaling == "none":
+        parser.error("--skip_scaling_warmup_steps has nothing to warm up with --skip_scaling none")
+
+
+def _check_model_arguments(parser: ArgumentParser, arguments: argparse.Namespace):
+    if arguments.preset is not None and arguments.model_config_name_or_path is not None:
+        parser.error("--preset and --model_config_name_or_path can not go together: give one of them")
     if arguments.pretrained_vae_model_name_or_path is None:
         if arguments.preset is not None and get_preset(arguments.preset).is_latent:
             parser.error(
@@ -204,13 +232,3 @@ def _check_arguments(parser: ArgumentParser, arguments: argparse.Namespace):
             )
         if arguments.latent_scale is not None:
             parser.error("--latent_scale needs --pretrained_vae_model_name_or_path")
-    for flag in ("hub_model_id", "hub_token"):
-        if getattr(arguments, flag) is not None and not arguments.push_to_hub:
-            parser.error(f"--{flag} needs --push_to_hub")
-    if arguments.skip_scaling_warmup_steps and arguments.skip_scaling == "none":
-        parser.error("--skip_scaling_warmup_steps has nothing to warm up with --skip_scaling none")
-
-
-_EXCLUSIVE = [
-    ("preset", "model_config_name_or_path"),
-]

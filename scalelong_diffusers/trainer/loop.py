@@ -79,7 +79,7 @@ class TrainingLoop:
         for module in modules.values():
             module.to(accelerator.device).train()
             if args.gradient_checkpointing:
-                module.enable_gradient_checkpointing()
+                _enable_gradient_checkpointing(module)
             if args.compile:
                 module.compile()
         self.named_parameters = {
@@ -193,16 +193,20 @@ class TrainingLoop:
         )
         if micro_step == 0:
             self._losses: list[torch.Tensor] = []
-            if self._strength is not None:
-                warmed = min(1.0, self.global_step / self.args.skip_scaling_warmup_steps)
-                for module, strength in self._strength.items():
-                    set_skip_scaling_strength(module, strength * warmed)
+            self._warm_up(self.global_step)
+
+    def _warm_up(self, step: int):
+        """Give the models the strength that their scaling has in a step, counted from 0."""
+        if self._strength is not None:
+            warmed = min(1.0, step / self.args.skip_scaling_warmup_steps)
+            for module, strength in self._strength.items():
+                set_skip_scaling_strength(module, strength * warmed)
 
     def _optimize(self):
         self.accelerator.unscale_gradients()
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         figures = torch.stack([torch.stack(self._losses).mean(), norm, norm.new_tensor(float(self._stop_signal))])
-        loss, norm, stop = self.accelerator.reduce(figures.double(), "mean").tolist()
+        loss, norm, stop = self.accelerator.reduce(figures, "mean").tolist()
         if stop and not self._stop_signal:
             self._stop_signal = signal.SIGTERM  # another process was told
         self._count_nonfinite(loss, norm)
@@ -297,6 +301,8 @@ class TrainingLoop:
                 "--allow_changed_settings"
             )
         load_state(self, path, state)
+        # That of the last step, with which the models are saved where there is no other to come.
+        self._warm_up(max(0, self.global_step - 1))
         self.accelerator.print(f"resumed from {path}: going on after step {self.global_step}")
 
     # Surroundings
@@ -356,6 +362,12 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> An
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def _enable_gradient_checkpointing(module: nn.Module):
+    """By its name in diffusers, in transformers, or in transformers before it was renamed."""
+    names = ("enable_gradient_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+    getattr(module, next(name for name in names if hasattr(module, name)))()
 
 
 def _strength_of(modules: dict[str, nn.Module]) -> dict[nn.Module, float]:

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, ConfigMixin, ModelMixin
 from scalelong_diffusers.arguments import skip_scaling_fields
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.hub import read_json
-from scalelong_diffusers.models.unets import ScaleLongUNet2DModel
+from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.patching import apply_skip_scaling
 from scalelong_diffusers.pipelines.fitting import check_channels, check_size, conditions_of, size_multiple, vae_factor
@@ -26,6 +26,13 @@ _SMALL_UNET = {
     "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
     "up_block_types": ("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
     "attention_head_dim": 32,
+}
+_SMALL_UNET_OF_TEXT = {
+    "block_out_channels": (64, 128, 128),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    # By the name of diffusers the width of a head, and in fact how many there are.
+    "attention_head_dim": 4,
 }
 _LARGEST_GRID = 16
 
@@ -44,29 +51,35 @@ def load_vae(args: argparse.Namespace, accelerator: Accelerator) -> AutoencoderK
 
 
 def build_model(
-    args: argparse.Namespace, data: TrainingData, vae: AutoencoderKL | None = None, **condition: Any
+    args: argparse.Namespace,
+    data: TrainingData,
+    vae: AutoencoderKL | None = None,
+    num_class_embeds: int | None = None,
+    text: dict[str, Any] | None = None,
 ) -> ModelMixin:
     """
     The model of `--preset`, `--model_config_name_or_path` or `--model_type`, with its skips scaled. Its weights depend
     on the seed.
 
-    `condition` is what the data asks of it: `num_class_embeds` or `cross_attention_dim`.
+    `num_class_embeds` is what the data asks of any model. `text`, the `cross_attention_dim` and `context_length` of an
+    encoder, is what the small model is built for; a preset and a config have their own, which `CaptionEncoder` checks.
     """
     check_autoencoder(data, vae, args.pretrained_vae_model_name_or_path)
     factor = vae_factor(vae)
     check_size("--resolution", args.resolution, factor)
     channels = data.channels if vae is None else vae.config.latent_channels
     size = args.resolution // factor
+    classes = {} if num_class_embeds is None else {"num_class_embeds": num_class_embeds}
     torch.manual_seed(seed_for(args.seed, "model"))
     if args.model_config_name_or_path is not None:
         model = _from_config(args.model_config_name_or_path)
-        _check_condition(args.model_config_name_or_path, model, condition)
+        _check_condition(args.model_config_name_or_path, model, num_class_embeds, has_text=text is not None)
     elif args.preset is not None:
         preset = get_preset(args.preset)
         shape = {"sample_size": size, "in_channels": channels, "out_channels": channels}
-        model = preset.model_class.from_config({**preset.config, **shape, **condition})
+        model = preset.model_class.from_config({**preset.config, **shape, **classes})
     else:
-        model = _small_model(args, size, channels, condition)
+        model = _small_model(args, size, channels, {**classes, **(text or {})})
     _check_fit(args, model, size, factor, channels, vae)
     _check_images(data, model, factor)
     return apply_skip_scaling(model, skip_scaling_fields(args))
@@ -74,6 +87,9 @@ def build_model(
 
 def _small_model(args: argparse.Namespace, size: int, channels: int, condition: dict[str, Any]) -> ModelMixin:
     shape = {"sample_size": size, "in_channels": channels, "out_channels": channels, **condition}
+    if args.model_type == "unet" and "cross_attention_dim" in condition:
+        shape.pop("context_length")  # it takes a text of any length
+        return ScaleLongUNet2DConditionModel(**_SMALL_UNET_OF_TEXT, **shape)
     if args.model_type == "unet":
         return ScaleLongUNet2DModel(**_SMALL_UNET, **shape)
     patch = _patch_size(size)
@@ -113,19 +129,20 @@ def _from_config(source: str) -> ModelMixin:
     return model_class.from_config({key: value for key, value in config.items() if key != "skip_scaling"})
 
 
-def _check_condition(source: str, model: ModelMixin, condition: dict[str, Any]):
-    """Refuse a config of another task, and one with too few classes."""
+def _check_condition(source: str, model: ModelMixin, num_class_embeds: int | None, has_text: bool):
+    """Refuse a config of another task, and one with another number of classes."""
     needed = set(conditions_of(model))
-    accepted = {"num_class_embeds": "class_labels", "cross_attention_dim": "encoder_hidden_states"}
-    wanted = {accepted[name] for name in condition}
+    wanted = {"class_labels"} if num_class_embeds is not None else set()
+    wanted |= {"encoder_hidden_states"} if has_text else set()
     if needed != wanted:
         raise ValueError(
             f"{source} is a model that needs {' and '.join(sorted(needed)) or 'no condition'}, and this script gives "
             f"{' and '.join(sorted(wanted)) or 'none'}"
         )
-    for name, value in condition.items():
-        if model.config[name] != value:
-            raise ValueError(f"{source} has {name}={model.config[name]}, and the data asks for {value}")
+    if num_class_embeds is not None and model.config.num_class_embeds != num_class_embeds:
+        raise ValueError(
+            f"{source} has num_class_embeds={model.config.num_class_embeds}, and the data asks for {num_class_embeds}"
+        )
 
 
 def _check_fit(args: argparse.Namespace, model: ModelMixin, size: int, factor: int, channels: int, vae):

@@ -37,7 +37,8 @@ class NoiseProcess:
         self.num_timesteps = self.scheduler.config.num_train_timesteps
         self.continuous = continuous
         self.snr_gamma = snr_gamma
-        self._alphas_cumprod = self.scheduler.alphas_cumprod.double()
+        alphas_cumprod = self.scheduler.alphas_cumprod.double()
+        self._alphas, self._sigmas = alphas_cumprod.sqrt().float(), (1 - alphas_cumprod).sqrt().float()
         if continuous and self.scheduler.config.beta_schedule != "linear":
             raise ValueError(
                 "--continuous_time is the continuous form of linear betas, got --ddpm_beta_schedule "
@@ -61,7 +62,7 @@ class NoiseProcess:
         return (uniform.double() * self.num_timesteps).long()
 
     def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = self._alpha_sigma(timesteps, clean)
+        alpha, sigma = self._alpha_sigma_like(clean, timesteps)
         return alpha * clean + sigma * noise
 
     def target(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ class NoiseProcess:
             return noise
         if self.prediction_type == "sample":
             return clean
-        alpha, sigma = self._alpha_sigma(timesteps, clean)
+        alpha, sigma = self._alpha_sigma_like(clean, timesteps)
         return alpha * noise - sigma * clean
 
     def weights(self, timesteps: torch.Tensor) -> torch.Tensor:
@@ -80,23 +81,23 @@ class NoiseProcess:
         """
         if self.snr_gamma is None:
             return torch.ones(timesteps.shape, device=timesteps.device)
-        alpha2 = self._alphas_cumprod_at(timesteps)
-        snr = alpha2 / (1 - alpha2)
+        alpha, sigma = self._alpha_sigma(timesteps)
+        snr = (alpha / sigma) ** 2
         if self.prediction_type == "epsilon":
-            weights = (self.snr_gamma / snr).clamp(max=1)
-        elif self.prediction_type == "sample":
-            weights = snr.clamp(max=self.snr_gamma)
-        else:
-            weights = snr.clamp(max=self.snr_gamma) / (snr + 1)
-        return weights.float()
+            return (self.snr_gamma / snr).clamp(max=1)
+        if self.prediction_type == "sample":
+            return snr.clamp(max=self.snr_gamma)
+        return snr.clamp(max=self.snr_gamma) / (snr + 1)
 
-    def _alpha_sigma(self, timesteps: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        alpha2 = self._alphas_cumprod_at(timesteps).view(-1, *[1] * (like.dim() - 1))
-        return alpha2.sqrt().to(like), (1 - alpha2).sqrt().to(like)
+    def _alpha_sigma_like(self, tensor: torch.Tensor, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (-1, *[1] * (tensor.dim() - 1))
+        alpha, sigma = self._alpha_sigma(timesteps)
+        return alpha.view(shape).to(tensor), sigma.view(shape).to(tensor)
 
-    def _alphas_cumprod_at(self, timesteps: torch.Tensor) -> torch.Tensor:
-        if not self.continuous:
-            self._alphas_cumprod = self._alphas_cumprod.to(timesteps.device)
-            return self._alphas_cumprod[timesteps]
-        t = (timesteps.double() + 1) / self.num_timesteps
-        return torch.exp(-_BETA_MIN * t - (_BETA_MAX - _BETA_MIN) * t**2 / 2)
+    def _alpha_sigma(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.continuous:
+            t = (timesteps + 1) / self.num_timesteps
+            integral = _BETA_MIN * t + (_BETA_MAX - _BETA_MIN) * t**2 / 2  # of beta, from 0 to t
+            return torch.exp(-integral / 2), torch.sqrt(-torch.expm1(-integral))
+        self._alphas, self._sigmas = self._alphas.to(timesteps.device), self._sigmas.to(timesteps.device)
+        return self._alphas[timesteps], self._sigmas[timesteps]

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
+from PIL import Image
+from transformers.utils.logging import disable_progress_bar
 
+from scalelong_diffusers.adapters import save_adapter
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
-from scalelong_diffusers.sharing import push_to_hub
+from scalelong_diffusers.sharing import push_adapter, push_to_hub
 from scalelong_diffusers.trainer.checkpoints import Checkpoints, replace_folder
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped, on_main_process
 
@@ -39,6 +43,7 @@ _FREE = {
         "tracker_project_name",
     ),
     *("logging_steps", "validation_steps", "sample_steps", "num_samples", "num_inference_steps"),
+    *("validation_prompts", "guidance_scale"),
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
     *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
     *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),
@@ -74,16 +79,13 @@ def start(args: argparse.Namespace) -> Accelerator:
     """The accelerator, once it is known that the output folder can be written and holds no other run."""
     folder = Path(args.output_dir)
     _check_tracker(args.report_to)
+    disable_progress_bar()  # of transformers, for each text encoder that is read or written
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=None if args.report_to == "none" else args.report_to,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / args.logging_dir),
     )
-    if args.report_to not in ("none", "all") and not accelerator.log_with:
-        raise ValueError(
-            f"--report_to {args.report_to} needs a package that is not there: pip install {args.report_to}"
-        )
     check_processes(accelerator)
     _share_out_batch(args, accelerator.num_processes)
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
@@ -126,7 +128,7 @@ def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingDat
     for name, value in shown.items():
         accelerator.print(f"{name}: {value}")
     on_main_process(accelerator, lambda: write_json(Path(args.output_dir, SETTINGS_FILE), shown))
-    if accelerator.trackers == [] and args.report_to != "none":
+    if args.report_to != "none":
         scalars = {name: value for name, value in shown.items() if isinstance(value, (int, float, str, bool))}
         accelerator.init_trackers(args.tracker_project_name, config=scalars)
     # With a constant rate a run can be made longer; otherwise its length is part of the schedule.
@@ -140,12 +142,32 @@ def save_pipeline(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[st
 
     `card` are fields of a `CardFacts` that the run does not know itself.
     """
-    args = loop.args
+    again = f'push_to_hub({type(pipeline).__name__}.from_pretrained("{loop.folder}"), "{_repo_id(loop)}")'
+    _save_and_push(loop, pipeline.save_pretrained, partial(push_to_hub, pipeline), again, card or {})
+
+
+def save_adapter_alone(
+    loop: TrainingLoop, pipeline: DiffusionPipeline, base_model: str, card: dict[str, Any] | None = None
+):
+    """Save and push the LoRA and the scaling of the pipeline's U-Net, which are loaded into `base_model`."""
+    again = f'push_adapter(load_adapter(pipe, "{loop.folder}"), "{_repo_id(loop)}", "{base_model}")'
+    push = partial(push_adapter, pipeline, base_model=base_model)
+    _save_and_push(loop, partial(save_adapter, pipeline), push, again, card or {})
+
+
+def _save_and_push(
+    loop: TrainingLoop, save: Callable[[Path], None], push: Callable[..., str], again: str, card: dict[str, Any]
+):
+    """`push` takes a repository and the options of `push_to_hub`; `again` is the code that would try it again."""
     with loop.evaluating():
-        loop.on_main_process(lambda: _save_into(pipeline, loop.folder))
-        if args.push_to_hub:
-            loop.on_main_process(lambda: _push(loop, pipeline, card or {}))
+        loop.on_main_process(lambda: _save_into(save, loop.folder))
+        if loop.args.push_to_hub:
+            loop.on_main_process(lambda: _push(loop, push, again, card))
     loop.finish()
+
+
+def _repo_id(loop: TrainingLoop) -> str:
+    return loop.args.hub_model_id or loop.folder.resolve().name
 
 
 def _check_tracker(name: str):
@@ -154,7 +176,7 @@ def _check_tracker(name: str):
     if name not in LOGGER_TYPE_TO_CLASS:
         accepted = ["none", "all", *LOGGER_TYPE_TO_CLASS]
         raise ValueError(f"--report_to {name} is unknown{near_miss(name, accepted)}; accepted: {', '.join(accepted)}")
-    if name not in get_available_trackers():
+    if name not in [tracker.value for tracker in get_available_trackers()]:
         raise ValueError(f"--report_to {name} needs its package, which is not installed: pip install {name}")
 
 
@@ -190,10 +212,10 @@ def _prepare_folder(args: argparse.Namespace, folder: Path):
     checkpoints.remove_leftovers()
 
 
-def _save_into(pipeline: DiffusionPipeline, folder: Path):
-    """Saved aside and moved, the index last: an index names what is there."""
+def _save_into(save: Callable[[Path], None], folder: Path):
+    """Saved aside and moved, the index of a pipeline last: an index names what is there."""
     aside = folder / ".partial-pipeline"
-    pipeline.save_pretrained(aside)
+    save(aside)
     for path in sorted(aside.iterdir(), key=lambda path: path.name == DiffusionPipeline.config_name):
         if path.is_dir():
             replace_folder(path, folder / path.name)
@@ -202,11 +224,11 @@ def _save_into(pipeline: DiffusionPipeline, folder: Path):
     shutil.rmtree(aside)
 
 
-def _push(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[str, Any]):
+def _push(loop: TrainingLoop, push: Callable[..., str], again: str, card: dict[str, Any]):
     """A push that fails costs nothing but the push."""
     args = loop.args
-    repo_id = args.hub_model_id or loop.folder.resolve().name
     loss = loop.metrics.last("validation_loss")
+    grids = sorted((loop.folder / "samples").glob("*.png"))
     facts = {
         "preset": args.preset,
         "training_data": loop.data.description,
@@ -217,16 +239,15 @@ def _push(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[str, Any])
             "EMA": args.ema_decay if args.use_ema else "no",
         },
         "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
+        "samples": Image.open(grids[-1]) if grids else None,
         **card,
     }
     try:
-        url = push_to_hub(
-            pipeline, repo_id, private=args.hub_private_repo, token=args.hub_token, card=CardFacts.parse(facts)
-        )
+        url = push(_repo_id(loop), private=args.hub_private_repo, token=args.hub_token, card=CardFacts.parse(facts))
         loop.accelerator.print(f"pushed: {url}")
     except (OSError, ValueError) as error:
         print(
-            f"warning: the push to {repo_id} failed ({error}); the model is whole in {loop.folder}: "
-            f'push_to_hub({type(pipeline).__name__}.from_pretrained("{loop.folder}"), "{repo_id}") tries again',
+            f"warning: the push to {_repo_id(loop)} failed ({error}); the model is whole in {loop.folder}: {again} "
+            "tries again",
             file=sys.stderr,
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import gather_object
 
 from scalelong_diffusers.data import Batch
 from scalelong_diffusers.sampling import grid, save_image
@@ -15,26 +15,28 @@ BINS = 10
 
 
 def validation_losses(
-    loop: TrainingLoop, losses_of: Callable[[nn.Module, Batch], torch.Tensor], module: str = "unet"
+    loop: TrainingLoop, losses_of: Callable[[Any, Batch], torch.Tensor], models: Any = None
 ) -> dict[str, Any]:
     """
     The mean loss on the images that are held out, whose noise and timesteps are the same each time.
 
     `validation_loss` is of the weights that the run will save, `validation_loss_raw` of those that are being trained,
     where both are there, and `validation_loss_bins` that of each tenth of the timesteps, the clean images first.
+
+    `models` is what `losses_of` is given: the module "unet", or, where a script trains several, `loop.modules`.
     """
-    model = loop.modules[module]
+    models = loop.modules["unet"] if models is None else models
     with loop.evaluating():
-        mean, bins = _mean_losses(loop, losses_of, model)
+        mean, bins = _mean_losses(loop, losses_of, models)
     figures = {"validation_loss": mean, "validation_loss_bins": bins}
     if loop.ema is not None:
         with loop.evaluating(averaged=False):
-            figures["validation_loss_raw"] = _mean_losses(loop, losses_of, model)[0]
+            figures["validation_loss_raw"] = _mean_losses(loop, losses_of, models)[0]
     return figures
 
 
 @torch.no_grad()
-def _mean_losses(loop: TrainingLoop, losses_of, model: nn.Module) -> tuple[float, list[float | None]]:
+def _mean_losses(loop: TrainingLoop, losses_of, models: Any) -> tuple[float, list[float | None]]:
     accelerator = loop.accelerator
     batches = loop.data.validation.batches(
         batch_size=loop.args.train_batch_size,
@@ -45,10 +47,11 @@ def _mean_losses(loop: TrainingLoop, losses_of, model: nn.Module) -> tuple[float
     sums = torch.zeros(2, BINS, dtype=torch.float64)
     for batch in batches:
         bins = (batch.uniform("timestep") * BINS).long()
-        losses = losses_of(model, batch.to(accelerator.device)).double().cpu()
+        losses = losses_of(models, batch.to(accelerator.device)).cpu().double()
         sums[0].index_add_(0, bins, losses)
         sums[1].index_add_(0, bins, torch.ones_like(losses))
-    totals, counts = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
+    # As numbers, since not every device has tensors of float64.
+    totals, counts = torch.tensor(gather_object([sums.tolist()]), dtype=torch.float64).sum(0).tolist()
     per_bin = [total / count if count else None for total, count in zip(totals, counts)]
     return sum(totals) / sum(counts), per_bin
 

@@ -177,6 +177,14 @@ COLUMNS = {
         {"image": "png", "text": ["a", None]}, {"needs_captions": True},
         "row 1 of the folder saved has no caption: column 'text' is None there",
     ),
+    "a caption is empty": (
+        {"image": "png", "text": ["a", " "]}, {"needs_captions": True},
+        "row 1 of the folder saved has no caption: column 'text' is ' ' there",
+    ),
+    "one of the captions is empty": (
+        {"image": "png", "text": [["a"], ["", "b"]]}, {"needs_captions": True},
+        "row 1 of the folder saved has no caption: column 'text' is ['', 'b'] there",
+    ),
     "a list of captions is empty": (
         {"image": "png", "text": [["a"], []]}, {"needs_captions": True},
         "row 1 of the folder saved has no caption: column 'text' is [] there",

@@ -1,0 +1,138 @@
+"""
+`make demo`: the same small, deep U-ViT trained twice, with and without skip scaling, and a page that compares them.
+
+    python benchmarks/demo.py [--quick] [--folder runs/demo]
+
+Everything is fixed here, before the first run: both runs have the same seed, data, rate and number of steps, and
+differ in `--skip_scaling` alone. Interrupted, the same command goes on.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo_page import Run, page_of
+from measure import machine
+from PIL import Image
+
+from scalelong_diffusers import UViTModel, load_pipeline, skip_connections
+from scalelong_diffusers.data import SHAPE_CLASSES, recognise
+
+
+MODEL = {"sample_size": 32, "patch_size": 4, "hidden_size": 64, "num_layers": 20, "num_attention_heads": 4}
+TRAINING = {
+    "seed": 0,
+    "resolution": 32,
+    "train_batch_size": 32,
+    "learning_rate": 2e-3,
+    "lr_warmup_steps": 100,
+    "adam_weight_decay": 0.03,
+    "max_grad_norm": 1.0,
+    "ema_decay": 0.995,
+    "class_dropout": 0.1,
+    "logging_steps": 10,
+}
+STEPS, QUICK_STEPS = 2000, 200
+# What differs, and what the page calls it.
+RUNS = {"none": "without scaling", "cs": "with CS"}
+SAMPLES = 4 * len(SHAPE_CLASSES)
+SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batch_size": 30}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps instead of {STEPS}")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    steps = QUICK_STEPS if arguments.quick else STEPS
+    try:
+        runs = [make_run(folder / method, method, label, steps) for method, label in RUNS.items()]
+    except KeyboardInterrupt:
+        sys.exit("demo: interrupted; the same command goes on")
+    settings = {"model": f"UViTModel({_words(MODEL)})", "max_train_steps": steps, **TRAINING}
+    settings |= {"sampling": _words(SAMPLING), "images measured": SAMPLES}
+    page = folder / "index.html"
+    page.write_text(page_of(runs, settings, machine()), encoding="utf-8")
+    print(f"open {page.as_uri()}")
+
+
+def make_run(folder: Path, method: str, label: str, steps: int) -> Run:
+    train(folder, method, label, steps)
+    images = folder / "images"
+    say(f"sampling the model {label}")
+    sampling = [f"--{name}={value}" for name, value in SAMPLING.items()]
+    call("scalelong_diffusers.cli", "sample", folder, "--out", images, "-n", SAMPLES, *sampling)
+    drawn = [(SHAPE_CLASSES[k % len(SHAPE_CLASSES)], images / f"{k:06d}.png") for k in range(SAMPLES)]
+    return Run(
+        label=label,
+        metrics=[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+        skips=skip_connections(load_pipeline(folder)),
+        images=[(asked, file.read_bytes(), read(file)) for asked, file in drawn],
+    )
+
+
+def train(folder: Path, method: str, label: str, steps: int):
+    """Train, go on where it was interrupted, or leave a run that is finished as it is."""
+    settings = {
+        **TRAINING,
+        "max_train_steps": steps,
+        "validation_steps": steps // 20,
+        "checkpointing_steps": steps // 4,
+    }
+    if (folder / "model_index.json").exists() and _settings_of(folder).items() >= settings.items():
+        return
+    if folder.exists() and not (_settings_of(folder).items() >= settings.items() and any(folder.glob("checkpoint-*"))):
+        shutil.rmtree(folder)  # of other settings, or ended before its first checkpoint
+    config = folder.parent / "model.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    UViTModel(**MODEL, num_class_embeds=len(SHAPE_CLASSES) + 1).to_json_file(config)
+    say(f"training the model {label}")
+    flags = {"output_dir": folder, "model_config_name_or_path": config, "skip_scaling": method, "sample_steps": 0}
+    words = [f"--{name}={value}" for name, value in {**settings, **flags}.items()]
+    if folder.exists():
+        words.append("--resume_from_checkpoint=latest")
+    call("scalelong_diffusers.train.train_class_conditional", *words, "--checkpoints_total_limit=1")
+
+
+def read(file: Path) -> str:
+    """What an image shows, from its pixels."""
+    with Image.open(file) as image:
+        found = recognise(image.convert("RGB"))
+    return "nothing" if found is None else " ".join(found)
+
+
+def call(module: str, *words: Any):
+    """Run a command of the package; its progress is shown, what it prints beside is not."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # the interrupt reached it, too, and it saves what it has
+        raise
+    if code == 128 + 2:
+        raise KeyboardInterrupt
+    if code:
+        sys.exit(code)
+
+
+def say(what: str):
+    print(what, flush=True)
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    file = folder / "settings.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+if __name__ == "__main__":
+    main()

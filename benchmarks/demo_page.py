@@ -1,0 +1,220 @@
+"""The page of `make demo`: one file without anything to fetch, for a phone or a printer, light or dark."""
+
+import base64
+import html
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from scalelong_diffusers.data import COLOURS, SHAPES
+from scalelong_diffusers.patching import SkipConnections
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    One of the two runs.
+
+    Args:
+        label: what the page calls it.
+        metrics: the lines of its log.
+        skips: its long skips with their factors.
+        images: what was asked for, the PNG, and what was read from its pixels.
+    """
+
+    label: str
+    metrics: list[dict[str, Any]]
+    skips: SkipConnections
+    images: list[tuple[str, bytes, str]]
+
+
+_WIDTH, _HEIGHT = 640, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 36
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c2024; --paper: #ffffff; --soft: #5b6570; --line: #d5dae0;
+  --a: #9a3412; --b: #1d4ed8; --wrong: #b42318; }
+@media (prefers-color-scheme: dark) { :root { --text: #e8eaed; --paper: #15181c; --soft: #a9b2bc; --line: #3a424b;
+  --a: #fdba74; --b: #93c5fd; --wrong: #fca5a5; } }
+@media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8;
+  --wrong: #b42318; } section { break-inside: avoid; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--paper); color: var(--text);
+  font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; } h3 { font-size: 1rem; }
+p, figcaption { color: var(--soft); margin: .25rem 0 .75rem; } figure { margin: 0; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 1.5rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--soft); }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; }
+thead th { color: var(--soft); } td.number { text-align: right; }
+.images { width: 100%; table-layout: fixed; } .images th, .images td { padding: .15rem; border: 0; font-size: .75rem;
+  text-align: center; overflow-wrap: anywhere; color: var(--soft); }
+.images img { width: 100%; display: block; image-rendering: pixelated; border: 2px solid transparent; }
+.images img.wrong { border-color: var(--wrong); }
+pre { padding: .75rem; border: 1px solid var(--line); overflow-x: auto; } svg { width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12px; } .axis { stroke: var(--line); }
+.a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); } .curve { fill: none; stroke-width: 2; }
+.key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
+.key.solid { border-top: 3px solid var(--b); }
+"""
+
+
+def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) -> str:
+    losses = [_curve(run, "validation_loss") for run in runs]
+    norms = [_curve(run, "grad_norm") for run in runs]
+    sections = [
+        _section("What was measured", _results(runs)),
+        _section("Validation loss", _key(runs), _chart("Validation loss over training steps", runs, losses)),
+        _section("Norm of the gradients", _key(runs), _chart("Gradient norm over training steps", runs, norms)),
+        _section("Samples", _SAMPLES_NOTE, f'<div class="pair">{"".join(map(_image_table, runs))}</div>'),
+        _section("The long skips", f'<div class="pair">{"".join(map(_skip_table, runs))}</div>'),
+        _section("Load it", "<p>In the folder of this page:</p>", f"<pre><code>{html.escape(_LOADING)}</code></pre>"),
+        _section("Settings", "<p>Fixed before the first run, and the same for both.</p>", _table(settings)),
+        _section("Hardware and versions", _table(machine)),
+    ]
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<link rel="icon" href="data:,">',
+            f"<title>ScaleLong demo</title><style>{_STYLE}</style></head><body><main>",
+            "<h1>The same U-ViT, trained with and without scaled skips</h1>",
+            "<p>A small, deep model learns to draw coloured shapes. Both runs see the same images, noise and steps; "
+            "all that differs is whether the i-th long skip is multiplied by 0.9^(i-1). It is one seed at one rate, "
+            "and at another rate the difference can be another.</p>",
+            *sections,
+            "</main></body></html>\n",
+        ]
+    )
+
+
+_SAMPLES_NOTE = (
+    "<p>Each was asked for by its colour and shape, from the same noise in both runs. A frame marks those whose "
+    "pixels show something else.</p>"
+)
+_LOADING = """\
+from scalelong_diffusers import load_pipeline
+
+pipe = load_pipeline("cs")  # or "none"
+pipe(["red circle", "blue star"], guidance_scale=2, num_inference_steps=25).images[0].save("image.png")"""
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+
+
+def _curve(run: Run, name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in run.metrics if line.get(name) is not None]
+
+
+def _results(runs: list[Run]) -> str:
+    rows = {
+        "validation loss at the end, averaged weights": lambda run: f"{_curve(run, 'validation_loss')[-1][1]:.4f}",
+        "the same, raw weights": lambda run: f"{_curve(run, 'validation_loss_raw')[-1][1]:.4f}",
+        "gradient norm, mean of the second half": lambda run: f"{statistics.mean(_second_half(run)):.3f}",
+        "gradient norm, largest of the second half": lambda run: f"{max(_second_half(run)):.3f}",
+        "images of the right colour": lambda run: _right(run, slice(0, 1)),
+        "images of the right shape": lambda run: _right(run, slice(1, 2)),
+        "images right in both": lambda run: _right(run, slice(None)),
+        "images trained on per second": lambda run: f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}",
+    }
+    heads = "".join(f'<th scope="col">{html.escape(run.label)}</th>' for run in runs)
+    lines = [
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td class=number>{figure(run)}</td>" for run in runs)}</tr>'
+        for name, figure in rows.items()
+    ]
+    return f'<div class="scroll"><table><thead><tr><td></td>{heads}</tr></thead>{"".join(lines)}</table></div>'
+
+
+_SPEED = "images_per_second"
+
+
+def _second_half(run: Run) -> list[float]:
+    curve = _curve(run, "grad_norm")
+    return [norm for _, norm in curve[len(curve) // 2 :]]
+
+
+def _right(run: Run, words: slice) -> str:
+    """How many images show what was asked for, in its colour (the first word), its shape (the second) or both."""
+    right = sum(asked.split()[words] == shown.split()[words] for asked, _, shown in run.images)
+    return f"{right} of {len(run.images)}"
+
+
+def _key(runs: list[Run]) -> str:
+    plain, scaled = (html.escape(run.label) for run in runs)
+    return f'<p><span class="key"></span> {plain} &nbsp; <span class="key solid"></span> {scaled}</p>'
+
+
+def _chart(title: str, runs: list[Run], curves: list[list[tuple[int, float]]]) -> str:
+    """Both curves over each other, with a logarithmic scale."""
+    last = max(step for curve in curves for step, _ in curve)
+    values = [math.log10(value) for curve in curves for _, value in curve]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+
+    def x(step: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last
+
+    def y(logarithm: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - logarithm) / span
+
+    parts = []
+    for k in range(5):
+        level, step = low + span * k / 4, last * k / 4
+        parts.append(
+            f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>'
+        )
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(level) + 4:.1f}" text-anchor="end">{10**level:.3g}</text>')
+        anchor = "end" if k == 4 else "middle"
+        parts.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 14}" text-anchor="{anchor}">{step:.0f}</text>')
+    for style, curve in zip("ab", curves):
+        points = " ".join(f"{x(step):.1f},{y(math.log10(value)):.1f}" for step, value in curve)
+        parts.append(f'<polyline class="curve {style}" points="{points}"/>')
+    ends = "; ".join(f"{run.label}: {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for run, curve in zip(runs, curves))
+    label = html.escape(f"{title}. {ends}.")
+    return (
+        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        f"<figcaption>{label} The scale is logarithmic.</figcaption></figure>"
+    )
+
+
+def _image_table(run: Run) -> str:
+    """The first image of each class: a row for each shape, a column for each colour."""
+    images = {asked: (png, shown) for asked, png, shown in reversed(run.images)}
+    heads = "".join(f'<th scope="col">{colour}</th>' for colour in COLOURS)
+    rows = []
+    for shape in SHAPES:
+        cells = "".join(f"<td>{_image(f'{colour} {shape}', *images[f'{colour} {shape}'])}</td>" for colour in COLOURS)
+        rows.append(f'<tr><th scope="row">{shape}</th>{cells}</tr>')
+    title = html.escape(run.label)
+    body = f"<thead><tr><td></td>{heads}</tr></thead>{''.join(rows)}"
+    return f'<div><h3>{title}</h3><table class="images">{body}</table></div>'
+
+
+def _image(asked: str, png: bytes, shown: str) -> str:
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    wrong = "" if shown == asked else ' class="wrong"'
+    return f'<img{wrong} src="{source}" alt="asked for {asked}, shows {shown}" width="32" height="32">'
+
+
+def _skip_table(run: Run) -> str:
+    lines = [
+        f'<tr><td class="number">{skip.i}</td><td>{skip.where}</td><td class="number">{skip.width}</td>'
+        f'<td class="number">{skip.factor:.4g}</td></tr>'
+        for skip in run.skips
+    ]
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("i", "where", "width", "factor"))
+    return (
+        f'<div class="scroll"><table><caption>{html.escape(run.label)}</caption><thead><tr>{heads}</tr></thead>'
+        f"{''.join(lines)}</table></div>"
+    )
+
+
+def _table(entries: dict[str, Any]) -> str:
+    rows = [
+        f'<tr><th scope="row">{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>'
+        for name, value in entries.items()
+    ]
+    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'

@@ -1,0 +1,120 @@
+"""
+Does a model of text draw what it is asked for? Trained on the built-in shapes, with a CLIP made of their captions.
+
+    python benchmarks/text_to_shapes.py [--threads 2] [--output_dir runs/text_to_shapes] [--json]
+
+Trains from nothing, samples 4 images for each of 16 prompts, and reads colour and shape from the pixels alone. A run
+that was interrupted is gone on with, and one that is done is only sampled again.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from measure import machine
+
+from scalelong_diffusers import ScaleLongTextToImagePipeline, UViTModel
+from scalelong_diffusers.data import COLOURS, SHAPES, recognise
+from scalelong_diffusers.randomness import generator_for
+from scalelong_diffusers.train import train_text_to_image
+
+
+MODEL = {
+    "sample_size": 32,
+    "patch_size": 4,
+    "hidden_size": 192,
+    "num_layers": 6,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 128,
+    "context_length": 16,
+}
+TRAINING = {
+    "resolution": 32,
+    "num_shapes": 30_000,
+    "train_batch_size": 64,
+    "max_train_steps": 1_500,
+    "learning_rate": 1e-3,
+    "prediction_type": "sample",
+    "lr_scheduler": "cosine",
+    "mixed_precision": "bf16",
+    "lr_warmup_steps": 100,
+    "adam_weight_decay": 0.03,
+    "ema_decay": 0.995,
+    "proportion_empty_prompts": 0.1,
+    "checkpointing_steps": 250,
+    "checkpoints_total_limit": 1,
+    "validation_steps": 250,
+    "sample_steps": 500,
+    "guidance_scale": 3.0,
+}
+SAMPLING = {"num_inference_steps": 25, "guidance_scale": 3.0}
+IMAGES_PER_PROMPT = 4
+
+# Sixteen of the thirty, every colour and every shape, in each of the wordings of the data.
+WORDINGS = ("a {} {}", "a {} {} on a white background", "a picture of a {} {}", "a black picture with one {} {}")
+CLASSES = [(list(COLOURS)[k % len(COLOURS)], list(SHAPES)[k % len(SHAPES)]) for k in range(16)]
+PROMPTS = [(WORDINGS[k % len(WORDINGS)].format(*wanted), wanted) for k, wanted in enumerate(CLASSES)]
+
+
+def train(folder: Path):
+    config = folder / "config"
+    UViTModel(**MODEL).save_config(config)
+    flags = [word for name, value in TRAINING.items() for word in (f"--{name}", str(value))]
+    flags += ["--continuous_time", "--model_config_name_or_path", str(config), "--output_dir", str(folder / "model")]
+    if list((folder / "model").glob("checkpoint-*")):
+        flags += ["--resume_from_checkpoint", "latest"]
+    train_text_to_image.main(flags)
+
+
+def sample(folder: Path) -> list[tuple[str, tuple[str, str], tuple[str, str] | None]]:
+    """For each image its prompt, what that asks for, and what is to be seen."""
+    pipe = ScaleLongTextToImagePipeline.from_pretrained(folder / "model")
+    pipe.set_progress_bar_config(disable=True)
+    results = []
+    for number, (prompt, wanted) in enumerate(PROMPTS):
+        generators = [generator_for(0, "benchmark", number, k) for k in range(IMAGES_PER_PROMPT)]
+        images = pipe([prompt] * IMAGES_PER_PROMPT, generator=generators, **SAMPLING).images
+        results += [(prompt, wanted, recognise(image)) for image in images]
+    return results
+
+
+def count(results) -> dict[str, int]:
+    seen = [(wanted, found or (None, None)) for _, wanted, found in results]
+    return {
+        "images": len(seen),
+        "colour": sum(wanted[0] == found[0] for wanted, found in seen),
+        "shape": sum(wanted[1] == found[1] for wanted, found in seen),
+        "both": sum(wanted == found for wanted, found in seen),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/text_to_shapes"))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    start = time.perf_counter()
+    train(args.output_dir)
+    trained = time.perf_counter()
+    results = sample(args.output_dir)
+    figures = count(results) | {
+        "training_minutes": round((trained - start) / 60, 1),
+        "sampling_seconds": round(time.perf_counter() - trained, 1),
+        "machine": machine(),
+    }
+    if args.json:
+        print(json.dumps(figures, indent=2))
+        return
+    for prompt, wanted, found in results:
+        print(f"{'right' if wanted == found else 'wrong':6}{prompt!r}: {' '.join(found) if found else 'nothing'}")
+    for name in ("colour", "shape", "both"):
+        print(f"{name}: {figures[name]} of {figures['images']}")
+    print(f"trained for {figures['training_minutes']} minutes by {args.threads} threads on {machine()['processor']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The text of a run: the encoder that reads captions, named or built from them, and the prompts of the sample grid."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers import ModelMixin
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from scalelong_diffusers.data import Batch, TrainingData
+from scalelong_diffusers.randomness import seed_for
+from scalelong_diffusers.text.encoding import load_text_encoder, text_width
+from scalelong_diffusers.text.small_clip import build_small_clip
+
+
+TextEncoder = tuple[CLIPTextModel, CLIPTokenizer]
+
+# Of a small CLIP, where the model that is to attend to it says nothing else.
+_SMALL_WIDTH, _SMALL_LENGTH = 128, 32
+_HEAD_WIDTH = 32
+
+
+def load_named_text_encoder(args: argparse.Namespace, accelerator: Accelerator) -> TextEncoder | None:
+    """The CLIP of `--pretrained_text_encoder_name_or_path`, frozen unless it is to be trained; None where none is."""
+    source = args.pretrained_text_encoder_name_or_path
+    if source is None:
+        return None
+    text_encoder, tokenizer = load_text_encoder(source)
+    return text_encoder.requires_grad_(args.train_text_encoder).to(accelerator.device), tokenizer
+
+
+def text_condition(text: TextEncoder | None) -> dict[str, Any]:
+    """What the encoder asks of a model that is built for it, for `build_model`."""
+    if text is None:
+        return {"cross_attention_dim": _SMALL_WIDTH, "context_length": _SMALL_LENGTH}
+    text_encoder, tokenizer = text
+    length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
+    return {"cross_attention_dim": text_encoder.config.hidden_size, "context_length": length}
+
+
+def build_text_encoder(args: argparse.Namespace, data: TrainingData, model: ModelMixin) -> TextEncoder:
+    """A small CLIP that fits the model, built from the captions that it is trained on. Its weights follow the seed."""
+    width = text_width(model)
+    torch.manual_seed(seed_for(args.seed, "text_encoder"))
+    return build_small_clip(
+        _captions(data),
+        hidden_size=width,
+        num_attention_heads=width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1,
+        context_length=model.config.get("context_length", _SMALL_LENGTH),
+    )
+
+
+def _captions(data: TrainingData) -> Iterator[str]:
+    rows = data.train.rows
+    for index in data.train.indices:
+        yield from rows.source.captions(int(index))
+
+
+def leave_out(batch: Batch, proportion: float) -> list[str]:
+    """The captions of a batch, some of them empty."""
+    draws = batch.uniform("empty caption").tolist()
+    return ["" if draw < proportion else caption for draw, caption in zip(draws, batch["captions"])]
+
+
+def grid_prompts(args: argparse.Namespace, data: TrainingData) -> list[str]:
+    """The prompts of the sample grid: all of `--validation_prompts`, in turn, or captions that were held out."""
+    given = args.validation_prompts
+    if given is not None:
+        return [given[k % len(given)] for k in range(max(args.num_samples, len(given)))]
+    held_out = data.validation
+    return [held_out[k % held_out.num_samples].columns["captions"] for k in range(args.num_samples)]
+
+
+def check_validation_prompts(prompts: Sequence[str] | None, tokenizer: CLIPTokenizer, limit: int):
+    for prompt in prompts or ():
+        length = len(tokenizer(prompt).input_ids)
+        if length > limit:
+            raise ValueError(
+                f"--validation_prompts: {prompt!r} has {length} tokens, and its encoder and model read {limit}: "
+                "shorten it"
+            )

@@ -1,0 +1,328 @@
+"""Fine-tuning a Stable Diffusion begins with the model as it was, and leaves behind what loads scaled."""
+
+import importlib.util
+import json
+import shutil
+
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scaling, load_adapter
+from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.text.stable_diffusion import encode_prompts, load_stable_diffusion, training_schedule
+from scalelong_diffusers.train import finetune_text_to_image
+from scalelong_diffusers.train.finetune_text_to_image import parse_args
+
+
+FAST = {"max_train_steps": 3, "validation_steps": 0}
+METHODS = {
+    "ls": {"skip_scaling": "ls", "skip_scaling_reduction": 4},
+    "cs": {"skip_scaling": "cs", "skip_scaling_warmup_steps": 2},
+}
+
+
+@pytest.fixture
+def base(build_kind, tmp_path):
+    """`base("sd1")`: the folder of a pipeline."""
+
+    def save(kind="sd1"):
+        build_kind(kind).save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return save
+
+
+@pytest.fixture
+def tune(train, base):
+    """`tune(output_dir, flag=value)` fine-tunes the tiny Stable Diffusion 1, or another base."""
+
+    def run(output_dir, base_model=None, **changes):
+        settings = {"model_config_name_or_path": None, "resolution": None, "learning_rate": None, **FAST, **changes}
+        settings |= {"pretrained_model_name_or_path": base() if base_model is None else base_model}
+        return train(output_dir, script=finetune_text_to_image, **settings)
+
+    return run
+
+
+@pytest.fixture
+def refused_tuning(refused, base):
+    def run(**changes):
+        settings = {"model_config_name_or_path": None, "pretrained_model_name_or_path": base(), **changes}
+        return refused(script=finetune_text_to_image, **settings)
+
+    return run
+
+
+def first_batch():
+    settings = DataSettings(resolution=16, num_shapes=30, validation_size=3)
+    data = load_training_data(settings, channels=3, needs_labels=False, needs_captions=True, seed=0)
+    return next(iter(data.train.batches(batch_size=4, num_steps=1)))
+
+
+def stock_loss(folder, noise_offset=0.0, snr_gamma=None):
+    """The loss of the first batch as diffusers' own parts compute it."""
+    pipe, batch = load_stable_diffusion(folder), first_batch()
+    schedule = training_schedule(pipe)
+    with torch.no_grad():
+        moments = pipe.vae.encode(batch["pixel_values"]).latent_dist
+        latents = moments.mean + moments.std * batch.normal_like(moments.mean, "latents")
+        latents = latents * pipe.vae.config.scaling_factor
+        noise = batch.normal_like(latents, "noise")
+        noise = noise + noise_offset * batch.normal_like(latents[:, :, :1, :1], "noise offset")
+        timesteps = (batch.uniform("timestep") * 1000).long()
+        noisy = schedule.add_noise(latents, noise, timesteps)
+        prediction = pipe.unet(noisy, timesteps, **encode_prompts(pipe, batch["captions"])).sample
+        is_v = schedule.config.prediction_type == "v_prediction"
+        target = schedule.get_velocity(latents, noise, timesteps) if is_v else noise
+        losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+        if snr_gamma is not None:
+            snr = schedule.alphas_cumprod[timesteps] / (1 - schedule.alphas_cumprod[timesteps])
+            losses = losses * snr.clamp(max=snr_gamma) / (snr + 1 if is_v else snr)
+    return float(losses.mean())
+
+
+class TestTheFirstStep:
+    @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
+    def test_has_the_loss_of_the_model_as_it_was_bit_for_bit(self, tune, base, metrics_of, tmp_path, kind):
+        folder = base(kind)
+        runs = {"none": {"skip_scaling": "none"}, **METHODS}
+        runs |= {f"{name} with lora": {**flags, "lora_rank": 2} for name, flags in METHODS.items()}
+        losses = {name: metrics_of(tune(tmp_path / name, folder, **flags))[0]["loss"] for name, flags in runs.items()}
+        assert losses == dict.fromkeys(runs, losses["none"])
+        assert losses["none"] == pytest.approx(stock_loss(folder), rel=1e-5)
+
+    @pytest.mark.parametrize("kind", ["sd1", "sd2"])
+    def test_noise_offset_and_min_snr(self, tune, base, metrics_of, tmp_path, kind):
+        folder = base(kind)
+        run = tune(tmp_path / "run", folder, noise_offset=0.3, snr_gamma=0.5)
+        expected = stock_loss(folder, noise_offset=0.3, snr_gamma=0.5)
+        assert metrics_of(run)[0]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert expected != pytest.approx(stock_loss(folder), rel=1e-2)
+
+    def test_gradient_checkpointing_changes_nothing(self, tune, metrics_of, tmp_path):
+        runs = (tune(tmp_path / str(on), gradient_checkpointing=on, learning_rate=0.01) for on in (None, True))
+        one, other = ([line["loss"] for line in metrics_of(run)] for run in runs)
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+class TestWhatIsLeftBehind:
+    def test_a_pipeline_that_a_fresh_process_loads_scaled(self, tune, base, in_fresh_process, tmp_path):
+        folder = base()
+        out = tune(tmp_path / "out", folder, learning_rate=0.01, **METHODS["ls"])
+        for name in ("vae", "text_encoder"):
+            weights, before = (load_file(next((path / name).glob("*.safetensors"))) for path in (out, folder))
+            assert all(torch.equal(weights[key], before[key]) for key in before)
+        pipe = diffusers.StableDiffusionPipeline.from_pretrained(out)
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(0)
+        image = pipe("a red circle", num_inference_steps=2, generator=generator, output_type="pt").images
+        save_file({"image": torch.as_tensor(image)}, tmp_path / "image.safetensors")
+        code = """
+import sys, torch, diffusers, scalelong_diffusers
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+pipe = diffusers.StableDiffusionPipeline.from_pretrained(sys.argv[1])
+pipe.set_progress_bar_config(disable=True)
+generator = torch.Generator().manual_seed(0)
+image = pipe("a red circle", num_inference_steps=2, generator=generator, output_type="pt").images
+assert torch.equal(torch.as_tensor(image), load_file(sys.argv[2])["image"])
+print(scalelong_diffusers.skip_connections(pipe).config.method, type(pipe.unet).__name__)
+"""
+        printed = in_fresh_process(code, out, tmp_path / "image.safetensors").stdout
+        assert printed.split() == ["ls", "ScaleLongUNet2DConditionModel"]
+
+    @pytest.mark.parametrize(("kind", "method"), [("sd1", "ls"), ("sdxl", "cs")])
+    def test_an_adapter_that_is_loaded_into_the_base(self, tune, base, tmp_path, kind, method):
+        folder = base(kind)
+        out = tune(tmp_path / "out", folder, lora_rank=2, lora_alpha=6, learning_rate=0.01, **METHODS[method])
+        names = {path.name for path in out.iterdir() if path.is_file()}
+        gates = {"skip_scaling.safetensors"} if method == "ls" else set()
+        adapter = {"pytorch_lora_weights.safetensors", "skip_scaling.json"} | gates
+        assert names == adapter | {"metrics.jsonl", "settings.json"}
+
+        trained = load_file(out / "checkpoint-3" / "unet" / "trained.safetensors")
+        assert any(".lora_" in name for name in trained)
+        assert all(".lora_" in name or name.startswith("skip_scaler.") for name in trained)
+        pipe = load_adapter(load_stable_diffusion(folder), out)
+        loaded = dict(pipe.unet.named_parameters())
+        for name, weight in trained.items():
+            torch.testing.assert_close(loaded[name.replace("default", "default_0")], weight, rtol=0, atol=0)
+        assert pipe.unet.peft_config["default_0"].lora_alpha == 6
+        assert pipe.unet.skip_scaler.config.method == method
+        assert pipe.unet.skip_scaler.config.strength == 1
+
+    def test_samples_of_all_prompts(self, tune, tmp_path):
+        prompts = ["a red circle", "purple", "a green triangle"]
+        out = tune(tmp_path / "out", validation_prompts=prompts, num_inference_steps=2, sample_steps=3, num_samples=2)
+        with Image.open(out / "samples" / "step-000003.png") as grid:
+            assert grid.size == (32, 32)  # two by two of 16 pixels, the last one empty
+
+    def test_a_lora_on_the_hub(self, hub, build_kind, tmp_path):
+        build_kind("sd1").save_pretrained(tmp_path / "base")
+        code = """
+import torch
+torch.set_num_threads(1)
+from diffusers import StableDiffusionPipeline
+from scalelong_diffusers import load_adapter
+from scalelong_diffusers.train import finetune_text_to_image
+StableDiffusionPipeline.from_pretrained("base").push_to_hub("owner/base")
+flags = "--num_shapes 30 --train_batch_size 2 --max_train_steps 2 --sample_steps 0 --lora_rank 2"
+flags += " --skip_scaling_reduction 4 --push_to_hub --hub_model_id owner/adapter --output_dir out"
+finetune_text_to_image.main(["--pretrained_model_name_or_path", "owner/base", *flags.split()])
+pipe = load_adapter(StableDiffusionPipeline.from_pretrained("owner/base"), "owner/adapter")
+print(pipe.unet.skip_scaler.config.method, len(pipe.unet.peft_config))
+"""
+        result = hub(code)
+        assert "failed" not in result.stderr
+        assert result.stdout.splitlines()[-1] == "ls 1"
+
+
+class TestWarmingUp:
+    def strengths(self, folder):
+        configs = [json.loads(path.read_text()) for path in sorted(folder.glob("checkpoint-*/unet/config.json"))]
+        return [config["skip_scaling"]["strength"] for config in configs]
+
+    def test_from_nothing_to_all_of_it(self, tune, tmp_path):
+        changes = {"skip_scaling": "cs", "skip_scaling_warmup_steps": 4, "checkpointing_steps": 1}
+        out = tune(tmp_path / "out", max_train_steps=6, **changes)
+        assert self.strengths(out) == [0, 0.25, 0.5, 0.75, 1, 1]
+        assert ScaleLongUNet2DConditionModel.from_pretrained(out / "unet").skip_scaler.config.strength == 1
+
+    def test_to_what_was_asked_for(self, tune, tmp_path):
+        changes = {"skip_scaling": "ls", "skip_scaling_init": "paper", "skip_scaling_reduction": 4}
+        changes |= {"skip_scaling_strength": 0.5, "skip_scaling_warmup_steps": 2, "checkpointing_steps": 1}
+        out = tune(tmp_path / "out", **changes)
+        assert self.strengths(out) == [0, 0.25, 0.5]
+
+    def test_a_pipeline_that_is_scaled_goes_on_as_it_is(self, tune, base, tmp_path):
+        apply_skip_scaling(load_stable_diffusion(base()), {"method": "cs", "strength": 0.7}).save_pretrained(
+            tmp_path / "scaled"
+        )
+        out = tune(tmp_path / "out", tmp_path / "scaled", skip_scaling="cs")
+        assert self.strengths(out) == [0.7]
+
+
+class TestResuming:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {**METHODS["ls"], "lora_rank": 2, "use_ema": True},
+            {**METHODS["cs"], "lora_rank": 2, "skip_scaling_warmup_steps": 6},
+            {**METHODS["cs"], "skip_scaling_warmup_steps": 6},
+        ],
+        ids=str,
+    )
+    def test_bit_for_bit(self, tune, base, assert_same_run, tmp_path, changes):
+        changes = {"max_train_steps": 8, "checkpointing_steps": 3, "learning_rate": 0.01, **changes}
+        folder = base()
+        expected = tune(tmp_path / "unbroken", folder, **changes)
+        broken = shutil.copytree(expected, tmp_path / "broken")
+        for step in (6, 8):
+            shutil.rmtree(broken / f"checkpoint-{step}")
+        tune(broken, folder, resume_from_checkpoint="latest", **changes)
+        assert_same_run(broken, expected)
+
+    @pytest.mark.parametrize("lora_rank", [None, 2])
+    def test_a_run_that_only_has_to_be_saved(self, tune, base, tmp_path, lora_rank):
+        changes = {**METHODS["cs"], "lora_rank": lora_rank, "learning_rate": 0.01}
+        folder, out = base(), tmp_path / "out"
+        tune(out, folder, **changes)
+        file = out / ("skip_scaling.json" if lora_rank else "unet/config.json")
+        before = json.loads(file.read_text())["skip_scaling"]
+        file.unlink()
+        tune(out, folder, resume_from_checkpoint="latest", **changes)
+        assert json.loads(file.read_text())["skip_scaling"] == before
+        assert before["strength"] == 1
+
+
+def test_two_processes_train_a_lora_as_one_does(tune, launch, base, metrics_of, tmp_path):
+    folder, changes = base(), {**METHODS["ls"], **FAST, "lora_rank": 2, "learning_rate": 0.01}
+    two = launch(
+        tmp_path / "two",
+        processes=2,
+        script=finetune_text_to_image.__file__,
+        **{**changes, "train_batch_size": 2, "resolution": None, "model_config_name_or_path": None},
+        pretrained_model_name_or_path=folder,
+    )
+    one = tune(tmp_path / "one", folder, **changes)
+    code, _, errors = two.wait()
+    assert code == 0, errors
+    losses = [[line["loss"] for line in metrics_of(path)] for path in (one, tmp_path / "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_eight_bit_adam_is_resumed_bit_for_bit(tune, base, assert_same_run, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    changes = {"max_train_steps": 4, "checkpointing_steps": 2, "learning_rate": 0.01, "use_8bit_adam": True}
+    folder = base()
+    expected = tune(tmp_path / "unbroken", folder, **changes)
+    broken = shutil.copytree(expected, tmp_path / "broken")
+    shutil.rmtree(broken / "checkpoint-4")
+    tune(broken, folder, resume_from_checkpoint="latest", **changes)
+    assert_same_run(broken, expected)
+    state = load_file(expected / "checkpoint-4" / "optimizer.safetensors")
+    assert any(tensor.dtype == torch.uint8 for tensor in state.values())
+
+
+class TestDefaults:
+    def test_the_rate_is_that_of_what_is_trained(self):
+        whole, lora = (
+            parse_args(["--pretrained_model_name_or_path", "x"]),
+            parse_args(["--pretrained_model_name_or_path", "x", "--lora_rank", "4"]),
+        )
+        assert (whole.learning_rate, lora.learning_rate) == (1e-5, 1e-4)
+        assert (whole.lr_scheduler, whole.use_ema, whole.skip_scaling) == ("constant", False, "ls")
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"preset": "mscoco-unet"}, "unknown argument '--preset'"),
+            ({"prediction_type": "epsilon"}, "unknown argument '--prediction_type'"),
+            ({"lora_ranks": 4}, "unknown argument '--lora_ranks' (did you mean '--lora_rank'?)"),
+            ({"lora_rank": 0}, "lora_rank must be a whole number of at least 1"),
+            ({"lora_alpha": 2}, "lora_alpha=2.0 is not used without lora_rank"),
+            ({"noise_offset": -1}, "--noise_offset must be at least 0, got -1.0"),
+            ({"skip_scaling": "cs", "skip_scaling_warmup_steps": 0}, "would change what the model makes at once"),
+            ({"skip_scaling_warmup_steps": 5}, "has nothing to warm up: --skip_scaling ls starts with factors of 1"),
+            ({"skip_scaling": "cs", "skip_scaling_warmup_steps": 16}, "does not end within the run's 16 steps"),
+            ({"skip_scaling": "cs"}, "--skip_scaling_warmup_steps 500 does not end within the run's 16 steps"),
+            ({"resolution": 15}, "--resolution=15 does not fit"),
+            ({"lora_rank": 2, "push_to_hub": True}, "is a folder: give an id, or push later with push_adapter"),
+            ({"validation_prompts": ["red " * 9]}, "has 11 tokens, and its encoder and model read 10: shorten it"),
+            ({"pretrained_model_name_or_path": "some/sd"}, "some/sd is no local folder, and the Hub can not be"),
+        ],
+        ids=str,
+    )
+    def test_with_a_sentence(self, refused_tuning, changes, message):
+        assert message in refused_tuning(**{"resolution": None, **changes})
+
+    @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
+    def test_eight_bits_without_the_package(self, refused_tuning):
+        sentence = refused_tuning(use_8bit_adam=True, resolution=None)
+        assert sentence == "--use_8bit_adam needs a package that is not there: pip install bitsandbytes"
+
+    def test_another_pipeline(self, refused_tuning, ddpm, tmp_path):
+        diffusers.DDPMPipeline(ddpm.build(), diffusers.DDPMScheduler()).save_pretrained(tmp_path / "ddpm")
+        sentence = refused_tuning(pretrained_model_name_or_path=tmp_path / "ddpm")
+        assert "is a DDPMPipeline; what can be fine-tuned as Stable Diffusion is" in sentence
+
+    def test_a_model_without_attention(self, refused_tuning, build_kind, sd, tmp_path):
+        pipe = build_kind("sd1")
+        pipe.unet = sd.build(
+            down_block_types=("DownBlock2D",) * 2, mid_block_type="UNetMidBlock2D", up_block_types=("UpBlock2D",) * 2
+        )
+        pipe.save_pretrained(tmp_path / "plain")
+        sentence = refused_tuning(pretrained_model_name_or_path=tmp_path / "plain", lora_rank=2)
+        assert "takes encoder_hidden_states; this UNet2DConditionModel takes no condition" in sentence
+
+    def test_a_scaling_that_is_there_is_not_warmed_up(self, refused_tuning, base, tmp_path):
+        apply_skip_scaling(load_stable_diffusion(base()), "cs").save_pretrained(tmp_path / "scaled")
+        changes = {"pretrained_model_name_or_path": tmp_path / "scaled", "resolution": None, "skip_scaling": "cs"}
+        assert "scaled is scaled already" in refused_tuning(skip_scaling_warmup_steps=2, **changes)
+        assert "was trained with SkipScalingConfig(method='cs'" in refused_tuning(**{**changes, "skip_scaling": "ls"})

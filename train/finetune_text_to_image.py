@@ -1,0 +1,148 @@
+"""
+Fine-tune a Stable Diffusion 1 or 2 or an SDXL with scaled long skips, all of its U-Net or a LoRA.
+
+    accelerate launch train/finetune_text_to_image.py --pretrained_model_name_or_path some/sd --output_dir out \
+        --train_data_dir pictures_with_captions --skip_scaling ls
+    accelerate launch -m scalelong_diffusers.train.finetune_text_to_image --pretrained_model_name_or_path some/sd \
+        --dataset_name user/pictures --skip_scaling cs --skip_scaling_warmup_steps 500 --lora_rank 16
+
+The first output is that of the model as it was. The output folder is that of a pipeline, which a stock
+`StableDiffusionPipeline.from_pretrained("out")` loads scaled once scalelong_diffusers is imported; with `--lora_rank`
+it holds the LoRA and the scaling alone, for `load_adapter(pipe, "out")`.
+"""
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scalelong_diffusers.data import Batch, DataSettings, load_training_data
+from scalelong_diffusers.pipelines.fitting import check_size, vae_factor
+from scalelong_diffusers.randomness import generator_for, seed_for
+from scalelong_diffusers.text.stable_diffusion import encode_prompts, load_stable_diffusion, training_schedule
+from scalelong_diffusers.trainer import (
+    NoiseProcess,
+    TrainingLoop,
+    check_validation_prompts,
+    encode_images,
+    fine_tuning_parser,
+    grid_prompts,
+    leave_out,
+    mistakes_as_sentences,
+    parse_fine_tuning_arguments,
+    run_script,
+    save_adapter_alone,
+    save_pipeline,
+    save_samples,
+    settle,
+    start,
+    validation_losses,
+)
+from scalelong_diffusers.trainer.fine_tuning import check_warmup, eight_bit_adam, scale_without_jump
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = fine_tuning_parser("Fine-tune a Stable Diffusion with scaled long skips.")
+    add = parser.add_argument_group("fine-tuning").add_argument
+    add("--pretrained_model_name_or_path", metavar="PATH", required=True, help="the folder or id of its pipeline")
+    add("--lora_rank", type=int, help="train a LoRA of this rank, and the gates, instead of the whole U-Net")
+    add("--lora_alpha", type=float, help="the LoRA counts lora_alpha / lora_rank; 1 by default")
+    add("--noise_offset", type=float, default=0.0, help="noise that is the same all over an image; 0.1 is usual")
+    add("--proportion_empty_prompts", type=float, default=0.0, help="how many captions are left out")
+    add("--use_8bit_adam", action="store_true", help="a smaller optimizer, which needs bitsandbytes")
+    add("--validation_prompts", nargs="+", metavar="TEXT", help="of the sample grid; captions held out by default")
+    add("--guidance_scale", type=float, default=7.5, help="of the sample grid; 1 is none")
+    # As in diffusers' script: a constant rate and no average. The resolution is the pipeline's own.
+    parser.set_defaults(
+        skip_scaling="ls",
+        skip_scaling_warmup_steps=None,
+        resolution=None,
+        learning_rate=None,
+        lr_scheduler="constant",
+        use_ema=False,
+        num_samples=4,
+    )
+    args = parse_fine_tuning_arguments(parser, argv)
+    if args.learning_rate is None:
+        args.learning_rate = 1e-5 if args.lora_rank is None else 1e-4
+    if not 0 <= args.proportion_empty_prompts < 1:
+        parser.error(f"--proportion_empty_prompts must be in [0, 1), got {args.proportion_empty_prompts}")
+    if args.noise_offset < 0:
+        parser.error(f"--noise_offset must be at least 0, got {args.noise_offset}")
+    if args.lora_rank is not None and args.push_to_hub and os.path.isdir(args.pretrained_model_name_or_path):
+        parser.error(
+            "--push_to_hub of a LoRA says which repository it is loaded into, and --pretrained_model_name_or_path "
+            f"{args.pretrained_model_name_or_path} is a folder: give an id, or push later with push_adapter"
+        )
+    return args
+
+
+def main(argv: Sequence[str] | None = None):
+    args = parse_args(argv)
+    with mistakes_as_sentences():
+        accelerator = start(args)
+        pipe = load_stable_diffusion(args.pretrained_model_name_or_path).to(accelerator.device)
+        pipe.set_progress_bar_config(disable=True)
+        # In each step it would show the captions that it cuts.
+        logging.getLogger(type(pipe).__module__).setLevel(logging.ERROR)
+        if args.resolution is None:
+            args.resolution = pipe.unet.config.sample_size * vae_factor(pipe.vae)
+        check_size("--resolution", args.resolution, vae_factor(pipe.vae))
+        for tokenizer in (pipe.components[name] for name in ("tokenizer", "tokenizer_2") if name in pipe.components):
+            check_validation_prompts(args.validation_prompts, tokenizer, tokenizer.model_max_length)
+        settings = DataSettings.from_arguments(args)
+        channels = pipe.vae.config.in_channels
+        data = load_training_data(settings, channels=channels, needs_labels=False, needs_captions=True, seed=args.seed)
+        process = NoiseProcess(training_schedule(pipe).config, snr_gamma=args.snr_gamma)
+        torch.manual_seed(seed_for(args.seed, "model"))  # of gates and LoRA
+        scale_without_jump(args, pipe)
+        run = settle(args, accelerator, data)
+        check_warmup(args)
+        trained = [parameter for parameter in pipe.unet.parameters() if parameter.requires_grad]
+        optimizer = eight_bit_adam(args, trained) if args.use_8bit_adam else None
+        loop = TrainingLoop(args, accelerator, {"unet": pipe.unet}, data, run, optimizer)
+
+    def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        clean = encode_images(batch, pipe.vae)
+        noise = batch.normal_like(clean, "noise")
+        if args.noise_offset:
+            noise = noise + args.noise_offset * batch.normal_like(clean[:, :, :1, :1], "noise offset")
+        timesteps = process.timesteps(batch.uniform("timestep")).to(clean.device)
+        # Prompts and, for SDXL, sizes: the images are said to be whole.
+        texts = leave_out(batch, args.proportion_empty_prompts)
+        condition = encode_prompts(pipe, texts, target_sizes=[(args.resolution, args.resolution)] * len(texts))
+        prediction = model(process.add_noise(clean, noise, timesteps), timesteps, **condition).sample
+        target = process.target(clean, noise, timesteps)
+        losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+        return process.weights(timesteps) * losses
+
+    def samples() -> list:
+        prompts = grid_prompts(args, data)
+        return pipe(
+            prompts,
+            height=args.resolution,
+            width=args.resolution,
+            num_inference_steps=args.num_inference_steps,
+            guidance_scale=args.guidance_scale,
+            generator=[generator_for(args.seed, "sample", k) for k in range(len(prompts))],
+        ).images
+
+    for batch in loop:
+        loop.step(losses_of(loop.models["unet"], batch))
+        if loop.is_due(args.validation_steps):
+            loop.record(validation_losses(loop, losses_of))
+        if loop.is_due(args.sample_steps):
+            save_samples(loop, samples)
+
+    if args.lora_rank is None:
+        save_pipeline(loop, pipe)
+    else:
+        save_adapter_alone(loop, pipe, args.pretrained_model_name_or_path)
+
+
+if __name__ == "__main__":
+    run_script(main)
