@@ -16,7 +16,7 @@ from scalelong_diffusers.train import precompute_latents
 from scalelong_diffusers.trainer import NoiseProcess, encode_images
 
 
-# Stable Diffusion's autoencoder at half its width, so that a round takes seconds.
+# Stable Diffusion's autoencoder at half its width, and the small U-ViT of the scripts: a round takes seconds.
 VAE = {
     "block_out_channels": (64, 128, 256, 256),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -25,7 +25,7 @@ VAE = {
     "latent_channels": 4,
 }
 RESOLUTION, BATCH_SIZE, IMAGES = 128, 8, 32
-MODEL = {"sample_size": RESOLUTION // 8, "patch_size": 2, "in_channels": 4, "hidden_size": 512, "num_layers": 12}
+MODEL = {"sample_size": RESOLUTION // 8, "patch_size": 2, "in_channels": 4, "hidden_size": 256, "num_layers": 12}
 
 
 def step_of(data: TrainingData, vae: AutoencoderKL, model: UViTModel) -> Callable[[], None]:
@@ -78,7 +78,7 @@ def measure_precomputed(rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def show_precomputed(result: dict[str, Any]):
-    print(f"precomputed: U-ViT-S/2 on latents of {RESOLUTION} x {RESOLUTION} pixels, batch {BATCH_SIZE}")
+    print(f"precomputed: the small U-ViT on latents of {RESOLUTION} x {RESOLUTION} pixels, batch {BATCH_SIZE}")
     for name, seconds in result["seconds_per_step"].items():
         print(f"  {name:<12} {seconds:.3f} s for a step")
     print("  {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast".format(**result["times_as_fast"]))
