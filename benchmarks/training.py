@@ -1,11 +1,12 @@
 """
 What the training loop costs, beside forward, backward and the optimizer's step.
 
-    python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint] [--json]
+    python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint|precomputed] [--json]
 
 loop: steps of the unconditional script's loop, with its data, noise, average, clipping and log, against a bare loop of
 the same model and optimizer whose batches and noise are there already; side by side in one run. loader: the images per
-second that are read without training. checkpoint: writing one of the U-ViT S/2 of CIFAR-10.
+second that are read without training. checkpoint: writing one of the U-ViT S/2 of CIFAR-10. precomputed:
+steps of a model of latents from precomputed features against those with the autoencoder in the loop.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from measure import machine, paired_ratio, paired_times
+from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataSettings, TrainingData, load_training_data
 from scalelong_diffusers.trainer import (
@@ -126,7 +128,7 @@ def measure_checkpoint(folder: Path) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--only", choices=["loop", "loader", "checkpoint"])
+    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -134,6 +136,7 @@ def main():
             "loop": lambda: measure_loop(arguments.rounds, Path(folder)),
             "loader": measure_loader,
             "checkpoint": lambda: measure_checkpoint(Path(folder)),
+            "precomputed": lambda: measure_precomputed(arguments.rounds, Path(folder)),
         }
         results = {name: part() for name, part in parts.items() if arguments.only in (None, name)}
     if arguments.json:
@@ -148,6 +151,8 @@ def main():
     for name in ("loader", "checkpoint"):
         for label, value in results.get(name, {}).items():
             print(f"{name}: {label} {value:.4g}")
+    if "precomputed" in results:
+        show_precomputed(results["precomputed"])
 
 
 if __name__ == "__main__":

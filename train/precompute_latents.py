@@ -24,11 +24,12 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from scalelong_diffusers.arguments import ArgumentParser
 from scalelong_diffusers.data import Batch, DataSettings, TrainingData, add_data_arguments, load_training_data
 from scalelong_diffusers.data.features import transform_of
-from scalelong_diffusers.text.encoding import hidden_states, load_text_encoder, max_tokens, tokenize
+from scalelong_diffusers.text.encoding import hidden_states, max_tokens, tokenize
 from scalelong_diffusers.trainer import check_processes, load_vae, mistakes_as_sentences, run_script
 from scalelong_diffusers.trainer.latents import moments_of, text_encoder_checksum, weights_checksum
 from scalelong_diffusers.trainer.loop import on_main_process
 from scalelong_diffusers.trainer.precomputing import FeatureWriter
+from scalelong_diffusers.trainer.text import TextEncoder, load_named_text_encoder
 
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -47,6 +48,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rows_per_shard", type=int, default=1024)
     add("--dtype", choices=tuple(_DTYPES), default="fp32", help="fp16 takes half the room, and is not exact")
     add_data_arguments(parser, without=_OF_TRAINING)
+    parser.set_defaults(train_text_encoder=False)
     args = parser.parse_args(argv)
     for name in ("batch_size", "rows_per_shard"):
         if getattr(args, name) < 1:
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None):
         accelerator = Accelerator()
         check_processes(accelerator)
         vae = load_vae(args, accelerator)
-        text = load_text(args, accelerator)
+        text = load_named_text_encoder(args, accelerator)
         data = load_training_data(
             DataSettings.from_arguments(args),
             channels=vae.config.in_channels,
@@ -75,7 +77,13 @@ def main(argv: Sequence[str] | None = None):
     accelerator.end_training()
 
 
-def write(args: argparse.Namespace, accelerator: Accelerator, writer: FeatureWriter, vae: AutoencoderKL, text):
+def write(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    writer: FeatureWriter,
+    vae: AutoencoderKL,
+    text: TextEncoder | None,
+):
     dtype = _DTYPES[args.dtype]
 
     def encode(batch: Batch) -> dict[str, torch.Tensor | list]:
@@ -99,7 +107,9 @@ def write(args: argparse.Namespace, accelerator: Accelerator, writer: FeatureWri
     accelerator.print(f"{writer.images['description']}: {size / 2**20:,.1f} MiB of features in {args.output_dir}")
 
 
-def made_of(args: argparse.Namespace, data: TrainingData, vae: AutoencoderKL, text) -> dict[str, Any]:
+def made_of(
+    args: argparse.Namespace, data: TrainingData, vae: AutoencoderKL, text: TextEncoder | None
+) -> dict[str, Any]:
     """What is kept with the features, to know them by."""
     columns = {"mirrored_moments": args.random_flip, "labels": args.with_labels, "text_features": text is not None}
     return {
@@ -113,13 +123,6 @@ def made_of(args: argparse.Namespace, data: TrainingData, vae: AutoencoderKL, te
     }
 
 
-def load_text(args: argparse.Namespace, accelerator: Accelerator) -> tuple[CLIPTextModel, CLIPTokenizer] | None:
-    if args.pretrained_text_encoder_name_or_path is None:
-        return None
-    text_encoder, tokenizer = load_text_encoder(args.pretrained_text_encoder_name_or_path)
-    return text_encoder.requires_grad_(False).to(accelerator.device), tokenizer
-
-
 def describe_text(args: argparse.Namespace, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) -> dict[str, Any]:
     return {
         "name": args.pretrained_text_encoder_name_or_path,
@@ -129,7 +132,7 @@ def describe_text(args: argparse.Namespace, text_encoder: CLIPTextModel, tokeniz
 
 
 @torch.no_grad()
-def states_of(captions: list[str], text: tuple[CLIPTextModel, CLIPTokenizer]) -> torch.Tensor:
+def states_of(captions: list[str], text: TextEncoder) -> torch.Tensor:
     text_encoder, tokenizer = text
     ids = tokenize(captions, tokenizer, max_tokens(text_encoder, tokenizer))
     return hidden_states(ids.to(text_encoder.device), text_encoder)

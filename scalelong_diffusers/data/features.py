@@ -27,7 +27,6 @@ from scalelong_diffusers.data.images import BadImage, Transform
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
 EMPTY_CAPTION_FILE = "empty_caption.safetensors"
-SPLITS = ("train", "validation")
 AGAIN = "run the same precompute_latents.py command again"
 
 # Columns with a checksum for each entry. Those of captions have one entry for each caption of each row.
@@ -216,7 +215,10 @@ def save_shard(file: Path, columns: dict[str, torch.Tensor], captions: list[list
         if name in _OF_IMAGES + _OF_CAPTIONS
     }
     about = {"captions": json.dumps(captions), "unreadable": json.dumps(unreadable)}
-    save_file({**columns, **checksums}, file, about)
+    try:
+        save_file({**columns, **checksums}, file, about)
+    except SafetensorError as error:  # a disk that is full, among others
+        raise OSError(f"{file} can not be written: {error}") from error
 
 
 def checksum_of(tensor: torch.Tensor) -> int:

@@ -1,44 +1,43 @@
 """
-Data sets that are larger than the disk: parquet files, here or on the Hub, of which one row group is read at a time.
+Data sets that are larger than the disk, of whose files one row group is read at a time.
 
-The footers of the files say how many rows each group has. So the order of an epoch is known before anything is read,
-and any sample can be read by its position, whoever reads it and wherever a run was resumed.
+It is known how many rows each group has. So the order of an epoch is known before anything is read, and any sample can
+be read by its position, whoever reads it and wherever a run was resumed.
 """
 
 import hashlib
 import os
+import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 import datasets
-import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pyarrow.types as pat
 from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
 from scalelong_diffusers.data.orders import MOST_LANES
+from scalelong_diffusers.data.shard_files import ShardFile, open_shard_file
 from scalelong_diffusers.data.tables import (
     VALIDATION_SPLITS,
     ImageTable,
     MissingLabel,
+    files_by_split,
     find_column,
     hub_errors_of,
     one_line,
-    parquet_files,
 )
 
 
 # Of row groups, which each lane has one of in memory: where they are large there are fewer lanes.
 _MEMORY = 2**30
-_FOOTERS_AT_A_TIME = 16
-_READ_AT_A_TIME = 8 * 2**20
+_OPENED_AT_A_TIME = 16
+_UNREADABLE = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
 
 
 class BadShard(OSError):
@@ -47,8 +46,6 @@ class BadShard(OSError):
 
 class ShardTable:
     """One split of a data set, as a `Source` whose rows are best asked for group by group."""
-
-    labels = None  # which are not known before they are read
 
     def __init__(
         self,
@@ -60,21 +57,15 @@ class ShardTable:
         features: datasets.Features | None = None,
         classes_of: "ShardTable | None" = None,
     ):
-        self._files = list(files)
         self._settings = settings
         self._needs = (needs_labels, needs_captions)
-        with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as threads:
-            self._footers = list(threads.map(_read_footer, self._files))
-        groups = [
-            (file, number, footer.row_group(number).num_rows)
-            for file, footer in enumerate(self._footers)
-            for number in range(footer.num_row_groups)
-            if footer.row_group(number).num_rows
-        ]
-        if not groups:
+        with ThreadPoolExecutor(_OPENED_AT_A_TIME) as threads:
+            self._files = list(threads.map(_open, files))
+        # The file and the number in it of each row group that has rows.
+        self._groups = [(file, number) for file in self._files for number, (rows, _) in enumerate(file.groups) if rows]
+        if not self._groups:
             raise ValueError(f"{where} has no images")
-        self._file_of_group, self._number_in_file, counts = np.array(groups).T
-        self.group_starts = np.concatenate([[0], np.cumsum(counts)])
+        self.group_starts = np.concatenate([[0], np.cumsum([file.groups[number][0] for file, number in self._groups])])
         self._schema = self._one_schema(where)
         self._find_columns(where)
         self.class_names = self.num_classes = None
@@ -102,34 +93,28 @@ class ShardTable:
         return table.name(row)
 
     def identity(self) -> str:
-        """By the names and footers of all files, which hold sizes and statistics; not by what is in them."""
+        """By the names of all files and what they say of their row groups; not by what is in these."""
         digest = hashlib.sha256(repr((self._columns, self.class_names)).encode())
-        for file, footer in zip(self._files, self._footers):
-            groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-            sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-            digest.update(f"{os.path.basename(file)} {footer.serialized_size} {sizes}".encode())
+        for file in self._files:
+            digest.update(file.identity().encode())
         return digest.hexdigest()
 
     def first_row_of_last_file(self) -> int:
-        return int(self.group_starts[int(np.argmax(self._file_of_group == self._file_of_group[-1]))])
+        last = self._groups[-1][0]
+        return int(self.group_starts[next(i for i, (file, _) in enumerate(self._groups) if file is last)])
 
     def lanes(self) -> int:
         """From how many places at once it is read."""
-        groups = zip(self._file_of_group, self._number_in_file)
-        largest = max(self._footers[file].row_group(int(number)).total_byte_size for file, number in groups)
+        largest = max(file.groups[number][1] for file, number in self._groups)
         return min(MOST_LANES, max(1, _MEMORY // max(1, largest)))
 
     def read_group(self, group: int) -> ImageTable:
-        file, number = int(self._file_of_group[group]), int(self._number_in_file[group])
-        where = f"row group {number} of {os.path.basename(self._files[file])}"
+        file, number = self._groups[group]
+        where = f"row group {number} of {os.path.basename(file.path)}"
         try:
-            with _open(self._files[file]) as opened:
-                table = pq.ParquetFile(opened, metadata=self._footers[file], pre_buffer=True).read_row_group(
-                    number, columns=list(self._columns.values())
-                )
-            rows = datasets.Dataset(datasets.table.InMemoryTable(table))
+            rows = datasets.Dataset(datasets.table.InMemoryTable(file.read(number, list(self._columns.values()))))
             return ImageTable(rows, where, self._settings, *self._needs, classes_of=self)
-        except (ValueError, OSError, HTTPError, pa.ArrowException) as error:
+        except _UNREADABLE as error:
             raise BadShard(f"{where} can not be used: {one_line(error)}") from error
 
     def _locate(self, index: int) -> tuple[ImageTable, int]:
@@ -137,15 +122,14 @@ class ShardTable:
         return _read_group(self, group), index - int(self.group_starts[group])
 
     def _one_schema(self, where: str) -> pa.Schema:
-        first = self._footers[0].schema.to_arrow_schema()
-        for file, footer in zip(self._files, self._footers):
-            schema = footer.schema.to_arrow_schema()
-            if not schema.equals(first):
+        first = self._files[0]
+        for file in self._files:
+            if not file.schema.equals(first.schema):
                 raise ValueError(
-                    f"{where}: {os.path.basename(file)} has the columns {_described(schema)}, and "
-                    f"{os.path.basename(self._files[0])} has {_described(first)}"
+                    f"{where}: {os.path.basename(file.path)} has the columns {_described(file.schema)}, and "
+                    f"{os.path.basename(first.path)} has {_described(first.schema)}"
                 )
-        return first
+        return first.schema
 
     def _find_columns(self, where: str):
         kinds = ["image"] + ["label"] * self._needs[0] + ["caption"] * self._needs[1]
@@ -168,18 +152,12 @@ class ShardTable:
             )
 
     def _largest_label(self, where: str, column: str) -> int:
-        """The footers' statistics know it."""
-        largest = []
-        for file, number in zip(self._file_of_group, self._number_in_file):
-            group = self._footers[file].row_group(int(number))
-            chunks = (group.column(i) for i in range(group.num_columns))
-            statistics = next(chunk.statistics for chunk in chunks if chunk.path_in_schema == column)
-            if statistics is None or not statistics.has_min_max:
-                raise ValueError(
-                    f"the files of {where} do not say how many classes column {column!r} has, which streaming has to "
-                    "know before all is read; store it as datasets' ClassLabel"
-                )
-            largest.append(statistics.max)
+        largest = [file.largest(column) for file in self._files]
+        if None in largest:
+            raise ValueError(
+                f"the files of {where} do not say how many classes column {column!r} has, which streaming has to know "
+                "before all is read; store it as datasets' ClassLabel"
+            )
         return max(largest)
 
 
@@ -189,17 +167,11 @@ def _read_group(source: ShardTable, group: int) -> ImageTable:
     return source.read_group(group)
 
 
-def _open(file: str) -> BinaryIO:
-    """Of what is on the Hub only the bytes that are asked for are fetched."""
-    return fsspec.open(file, "rb", **({"cache_type": "none"} if "://" in file else {})).open()
-
-
-def _read_footer(file: str) -> pq.FileMetaData:
+def _open(path: str) -> ShardFile:
     try:
-        with _open(file) as opened:
-            return pq.ParquetFile(opened).metadata
-    except (ValueError, OSError, HTTPError, pa.ArrowException) as error:
-        raise BadShard(f"{os.path.basename(file)} can not be read: {one_line(error)}") from error
+        return open_shard_file(path)
+    except _UNREADABLE as error:
+        raise BadShard(f"{os.path.basename(path)} can not be read: {one_line(error)}") from error
 
 
 def _described(schema: pa.Schema) -> str:
@@ -230,11 +202,11 @@ def _folder_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, No
     folder = Path(settings.train_data_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"train_data_dir: there is no folder {str(folder)!r}")
-    files = parquet_files(folder.resolve())
+    files = files_by_split(folder.resolve(), ".parquet") or files_by_split(folder.resolve(), ".tar")
     if not files:
         raise ValueError(
-            f"streaming reads parquet files, and the folder {folder.resolve().name} holds none; without it a folder "
-            "of images and one that datasets saved are read from the disk as they are needed, too"
+            f"streaming reads parquet and tar files, and the folder {folder.resolve().name} holds none; without it a "
+            "folder of images and one that datasets saved are read from the disk as they are needed, too"
         )
     return files, f"the folder {folder.resolve().name}", None
 
@@ -249,7 +221,7 @@ def _hub_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, datas
     others = [url for urls in files.values() for url in urls if not url.endswith(".parquet")]
     if others:
         raise ValueError(
-            f"streaming reads parquet files, and the data set {name} has {os.path.basename(others[0])}; of many data "
-            "sets the Hub keeps a copy that is: dataset_revision='refs/convert/parquet'"
+            f"from the Hub streaming reads parquet files, and the data set {name} has {os.path.basename(others[0])}; "
+            "of many data sets the Hub keeps a copy that is: dataset_revision='refs/convert/parquet'"
         )
     return files, name, builder.info.features

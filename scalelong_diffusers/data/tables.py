@@ -94,7 +94,7 @@ def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = _load_saved(folder)
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
-    if parquet := parquet_files(folder):
+    if parquet := files_by_split(folder, ".parquet"):
         kind, data_files = "parquet", {split: list(map(glob.escape, files)) for split, files in parquet.items()}
     elif any(os.path.splitext(path)[1].lower() in Image.registered_extensions() for path in _files(folder)):
         kind, data_files = "imagefolder", _split_images(folder)
@@ -119,9 +119,9 @@ def _files(folder: Path) -> list[str]:
     return found
 
 
-def parquet_files(folder: Path) -> dict[str, list[str]]:
-    """By split, as the names that the Hub gives say it: train-00000-of-00004.parquet; else all is for training."""
-    names = (path for path in _files(folder) if path.endswith(".parquet"))
+def files_by_split(folder: Path, ending: str) -> dict[str, list[str]]:
+    """By the names that the Hub gives: train-00000-of-00004.parquet; all is for training where none says so."""
+    names = (path for path in _files(folder) if path.endswith(ending))
     files = sorted(path for path in names if os.path.basename(path) != "metadata.parquet")
     splits = {}
     for path in files:

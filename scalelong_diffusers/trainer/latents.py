@@ -43,10 +43,16 @@ def check_autoencoder(data: TrainingData, vae: AutoencoderKL | None, name: str |
     data.features.check_encoder("autoencoder", name, weights_checksum(vae))
 
 
-def check_text_encoder(data: TrainingData, captions: CaptionEncoder, name: str):
+def check_text_encoder(data: TrainingData, captions: CaptionEncoder, name: str | None):
     """Refuse to train on the hidden states of one text encoder and to draw with another, or with shorter texts."""
     if data.features is None:
         return
+    if any(parameter.requires_grad for parameter in captions.text_encoder.parameters()):
+        raise ValueError(
+            f"the features in {data.features.folder} are of a text encoder as it is, and this one is to be trained: "
+            "leave --train_text_encoder out and give --pretrained_text_encoder_name_or_path "
+            f"{data.features.made_of['text_encoder']['name']}"
+        )
     checksum = text_encoder_checksum(captions.text_encoder, captions.tokenizer)
     data.features.check_encoder("text_encoder", name, checksum)
     length = data.features.made_of["text_encoder"]["max_tokens"]

@@ -1,6 +1,8 @@
 """Parquet files that are read row group by row group: every row once in an epoch, whoever reads it."""
 
+import io
 import logging
+import tarfile
 
 import datasets
 import numpy as np
@@ -188,6 +190,36 @@ def test_fewer_row_groups_than_readers_are_said(stream, caplog):
     )
 
 
+@pytest.fixture
+def tars(tmp_path, png):
+    """Two files of 70 images, each with a class and a caption."""
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    for i in range(2):
+        with tarfile.open(folder / f"{i}.tar", "w") as tar:
+            for n in range(70 * i, 70 * i + 70):
+                for column, content in (("png", png((n, 0, 0))), ("cls", b"%d" % (n % 2)), ("txt", b"number %d" % n)):
+                    member = tarfile.TarInfo(f"some/folder.of/{n:04}.{column}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return folder
+
+
+def test_tar_files(load, tars):
+    needs = {"needs_labels": True, "needs_captions": True, "streaming": True, "validation_size": 4}
+    data = load(train_data_dir=tars, **needs)
+    assert data.description == "the folder tars, 140 images in 2 files"
+    assert (data.num_classes, data.class_names) == (2, None)
+    assert sorted(reds(data.validation.batches(4)).values()) == [70, 71, 72, 73]
+    found = read(data, 4, num_processes=2, num_steps=17, num_workers=2)
+    assert sorted(found.values()) == sorted({*range(140)} - {70, 71, 72, 73})
+    for size in (215_000, 120_000, 100_000):
+        with open(tars / "1.tar", "r+b") as file:
+            file.truncate(size)
+        with pytest.raises(OSError, match=r"1\.tar can not be read: "):
+            load(train_data_dir=tars, **needs)
+
+
 class TestRefused:
     def test_without_a_data_set(self, load):
         with pytest.raises(ValueError, match="streaming needs a data set to read: dataset_name or train_data_dir"):
@@ -195,7 +227,7 @@ class TestRefused:
 
     def test_a_folder_without_parquet_files(self, load, image_folder):
         folder = image_folder(["1.png", "2.png"])
-        with pytest.raises(ValueError, match="streaming reads parquet files, and the folder pictures holds none"):
+        with pytest.raises(ValueError, match="streaming reads parquet and tar files, and the folder pictures"):
             load(train_data_dir=folder, streaming=True)
 
     def test_files_of_different_columns(self, stream, shards, png):
@@ -284,8 +316,8 @@ def test_from_the_hub_without_a_copy_on_the_disk(hub):
         "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
         f"{sorted({*range(32)} - {24, 25})} True",
         "[]",
-        "ValueError streaming reads parquet files, and the data set tester/tars has 0.tar; of many data sets the Hub "
-        "keeps a copy that is: dataset_revision='refs/convert/parquet'",
+        "ValueError from the Hub streaming reads parquet files, and the data set tester/tars has 0.tar; of many data "
+        "sets the Hub keeps a copy that is: dataset_revision='refs/convert/parquet'",
         "FileNotFoundError there is no data set tester/nothing on the Hub that you may read; for a private or gated "
         "one log in with `hf auth login`, for a local folder give train_data_dir",
     ]

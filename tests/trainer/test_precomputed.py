@@ -6,16 +6,23 @@ import shutil
 import time
 from pathlib import Path
 
+import datasets
 import diffusers
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.data import DataSettings, load_training_data
 from scalelong_diffusers.text.encoding import CaptionEncoder
 from scalelong_diffusers.text.small_clip import build_small_clip
-from scalelong_diffusers.train import precompute_latents, train_class_conditional, train_unconditional
+from scalelong_diffusers.train import (
+    precompute_latents,
+    train_class_conditional,
+    train_text_to_image,
+    train_unconditional,
+)
 from scalelong_diffusers.trainer import TrainingStopped, check_text_encoder
 
 
@@ -47,6 +54,9 @@ def encoders(tmp_path_factory):
         save_clip(folder / f"clip{seed}", seed)
     UViTModel(hidden_size=16, **LATENT).save_config(folder / "model")
     UViTModel(hidden_size=16, num_class_embeds=31, **LATENT).save_config(folder / "model_of_classes")
+    UViTModel(hidden_size=16, cross_attention_dim=16, context_length=12, **LATENT).save_config(
+        folder / "model_of_text"
+    )
     return folder
 
 
@@ -120,10 +130,18 @@ def both_ways(train, encoders, vae, metrics_of, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("script", [train_unconditional, train_class_conditional])
-def test_every_loss_is_that_of_the_encoder_in_the_loop(both_ways, encoders, features, script):
-    config = encoders / ("model" if script is train_unconditional else "model_of_classes")
-    both_ways(features, script, {"num_shapes": 30}, model_config_name_or_path=config, dataloader_num_workers=1)
+@pytest.mark.parametrize(
+    ("script", "model"),
+    [
+        (train_unconditional, "model"),
+        (train_class_conditional, "model_of_classes"),
+        (train_text_to_image, "model_of_text"),
+    ],
+)
+def test_every_loss_is_that_of_the_encoders_in_the_loop(both_ways, encoders, features, script, model):
+    text = {"pretrained_text_encoder_name_or_path": encoders / "clip0"} if script is train_text_to_image else {}
+    changes = {"model_config_name_or_path": encoders / model, "dataloader_num_workers": 1, **text}
+    both_ways(features, script, {"num_shapes": 30}, **changes)
 
 
 def test_with_a_validation_split_oblong_images_and_some_that_can_not_be_read(
@@ -144,6 +162,32 @@ def test_with_a_validation_split_oblong_images_and_some_that_can_not_be_read(
     folder = precompute(**images, **changes, **without, with_labels=False)
     assert json.loads((folder / "index.json").read_text())["splits"]["validation"]["rows"] == 6
     both_ways(folder, train_unconditional, images, **changes, model_config_name_or_path=encoders / "model")
+
+
+def test_a_data_set_that_is_streamed_has_the_same_features(precompute, tmp_path):
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "text": datasets.Value("string"),
+        }
+    )
+    for i in range(2):
+        images = [Image.new("RGB", (16, 16), (9 * n, 80, 200 - n)) for n in range(10 * i, 10 * i + 10)]
+        rows = {"image": images, "label": [0, 1] * 5, "text": [f"number {n}" for n in range(10)]}
+        table = datasets.Dataset.from_dict(rows, features=features)
+        (tmp_path / "images").mkdir(exist_ok=True)
+        table.to_parquet(tmp_path / "images" / f"train-{i}.parquet", batch_size=4)
+    images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
+    whole = precompute(tmp_path / "whole", **images)
+    streamed = precompute(tmp_path / "streamed", **images, streaming=True)
+    assert len(list(whole.glob("train-*"))) == 3
+    for shard in whole.glob("*.safetensors"):
+        columns, others = load_file(shard), load_file(streamed / shard.name)
+        assert columns.keys() == others.keys()
+        assert all(torch.equal(column, others[name]) for name, column in columns.items())
+    [batch] = open_features(streamed).train.batches(16, num_steps=1)
+    assert set(batch["captions"]) <= {f"number {n}" for n in range(10)}
 
 
 def open_features(folder, needs_captions=True, needs_labels=False, **changes):
@@ -169,7 +213,8 @@ def caption_encoder(folder, context_length=77):
     from transformers import CLIPTextModel, CLIPTokenizer
 
     model = UViTModel(hidden_size=16, cross_attention_dim=16, context_length=context_length, **LATENT)
-    return CaptionEncoder(CLIPTextModel.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder), model)
+    text_encoder = CLIPTextModel.from_pretrained(folder).requires_grad_(False)
+    return CaptionEncoder(text_encoder, CLIPTokenizer.from_pretrained(folder), model)
 
 
 def test_half_the_room(precompute, features):
@@ -257,6 +302,10 @@ def test_another_text_encoder_is_refused(features, encoders):
         ValueError, match="of captions of 12 tokens, and the model takes 7: make it with context_length"
     ):
         check_text_encoder(data, caption_encoder(encoders / "clip0", context_length=7), "clip0")
+    trained = caption_encoder(encoders / "clip0")
+    trained.text_encoder.requires_grad_(True)
+    with pytest.raises(ValueError, match="this one is to be trained: leave --train_text_encoder out and give"):
+        check_text_encoder(data, trained, "clip0")
 
 
 @pytest.fixture
