@@ -25,7 +25,7 @@ def add_evaluate_command(commands: argparse._SubParsersAction):
         metavar="DATA",
         help="a data set on the Hub, a folder of images or of parquet files, 'shapes', or a file of statistics",
     )
-    evaluate.add_argument("--n", type=int, metavar="N", help="how many images: 10000 by default, or all of a folder")
+    evaluate.add_argument("-n", "--n", type=int, metavar="N", help="images; 10000 by default, or all of a folder")
     evaluate.add_argument("--metric", default="fid,kid", metavar="NAMES", help="fid, kid or both (default fid,kid)")
     evaluate.add_argument(
         "--features",
@@ -79,21 +79,21 @@ _OF_DATA_SETS = (
 def _evaluate(arguments: argparse.Namespace) -> int:
     try:
         # They bring in transformers and datasets, which the other commands do without.
-        from accelerate import PartialState
 
         from scalelong_diffusers.evaluation.packages import MissingPackage
         from scalelong_diffusers.evaluation.run import report
+        from scalelong_diffusers.processes import processes
 
-        processes = PartialState()
+        team = processes()
         try:
             result = _run(arguments)
         except MissingPackage as error:
             raise ValueError(str(error)) from error
-        if processes.is_main_process:
+        if team.is_main_process:
             for warning in result["warnings"]:
                 print(f"scalelong: warning: {warning}", file=sys.stderr)
             print(report(result, arguments.json))
-        processes.destroy_process_group()
+        team.destroy_process_group()
         return 0
     except KeyboardInterrupt:
         print(

@@ -13,7 +13,6 @@ from typing import Any
 import diffusers
 import PIL.Image
 import torch
-from accelerate import PartialState
 from diffusers import SchedulerMixin
 from torch import nn
 from tqdm import tqdm
@@ -23,6 +22,7 @@ from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.processes import processes
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -72,7 +72,7 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
     for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    processes = PartialState()
+    team = processes()
     conditions = _conditions(pipe, settings)
     if settings.scheduler is not None:
         pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
@@ -80,13 +80,13 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
     has_images = _check_settings(folder, told)
     missing = [k for k in range(n) if not image_file(folder, k).is_file()]
     # What is refused is refused by all, and what is missing known to all, before the folder changes.
-    processes.wait_for_everyone()
-    if processes.is_main_process and not has_images:
+    team.wait_for_everyone()
+    if team.is_main_process and not has_images:
         _note_settings(folder, told)
-    processes.wait_for_everyone()
+    team.wait_for_everyone()
     _make_missing(pipe, settings, conditions, folder, missing, n, batch_size)
-    processes.wait_for_everyone()
-    if processes.is_main_process:
+    team.wait_for_everyone()
+    if team.is_main_process:
         columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
         shown = [PIL.Image.open(image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
         save_image(grid(shown, columns), folder / GRID_FILE)
@@ -96,8 +96,8 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
 def choose_device(name: str | None) -> torch.device:
     """The one of that name; without one a GPU, where there is any, each process its own."""
     if name is None:
-        processes = PartialState()
-        return processes.device if processes.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
+        team = processes()
+        return team.device if team.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -150,17 +150,17 @@ def _make_missing(
     batch_size: int,
 ):
     """This process's share of the images that are missing."""
-    processes = PartialState()
-    share = missing[processes.process_index :: processes.num_processes]
+    team = processes()
+    share = missing[team.process_index :: team.num_processes]
     pipe.set_progress_bar_config(disable=True)
     layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
-    total = n if processes.num_processes == 1 else len(share)
+    total = n if team.num_processes == 1 else len(share)
     with tqdm(
         total=total,
         initial=total - len(share),
         desc=str(folder),
         bar_format=layout,
-        disable=not processes.is_main_process,
+        disable=not team.is_main_process,
     ) as bar:
         for start in range(0, len(share), batch_size):
             batch = share[start : start + batch_size]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
@@ -14,6 +13,7 @@ from scalelong_diffusers.evaluation.features import FeatureExtractor
 from scalelong_diffusers.evaluation.metrics import METRICS, check_metrics, distances, too_small
 from scalelong_diffusers.evaluation.reference import Reference
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
+from scalelong_diffusers.processes import processes
 
 
 def feature_statistics(
@@ -34,7 +34,7 @@ def reference_statistics(
     reference: Reference, features: FeatureExtractor, cache_dir: Path, batch_size: int = 64
 ) -> tuple[FeatureStatistics, Path]:
     """The statistics of a data set and the file that keeps them: read from there where they were computed before."""
-    processes = PartialState()
+    team = processes()
     file = cache_dir / "statistics" / f"{reference.fingerprint(features)}.safetensors"
     # On several machines all compute where one lacks the file: none can do it alone.
     if all(gather_object([file.is_file()])):
@@ -47,21 +47,21 @@ def reference_statistics(
         "crop_size": transform.crop_size,
         "interpolation": transform.interpolation,
     }
-    share = reference.batches(batch_size, processes.num_processes, processes.process_index)
+    share = reference.batches(batch_size, team.num_processes, team.process_index)
     share = with_progress(share, len(reference), batch_size, "features of the reference")
     statistics = feature_statistics(share, features, about)
-    if processes.is_local_main_process:
+    if team.is_local_main_process:
         statistics.save(file)
-    processes.wait_for_everyone()
+    team.wait_for_everyone()
     return statistics, file
 
 
 def with_progress(share: Iterable[torch.Tensor], n: int, batch_size: int, what: str) -> Iterator[torch.Tensor]:
     """A bar with the time left, of the main process's share of n images."""
-    processes = PartialState()
-    total = math.ceil(n / (batch_size * processes.num_processes))
+    team = processes()
+    total = math.ceil(n / (batch_size * team.num_processes))
     layout = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-    yield from tqdm(share, what, total, disable=not processes.is_main_process, bar_format=layout)
+    yield from tqdm(share, what, total, disable=not team.is_main_process, bar_format=layout)
 
 
 def evaluate_images(

@@ -79,11 +79,11 @@ class TransformersFeatures:
     def __init__(self, source: str, device: torch.device | str = "cpu", revision: str | None = None):
         # The processor in Pillow and numpy: the one in torchvision scales differently, and is not everywhere.
         self._processor = _load_processor(source, revision)
-        self._model, has_pooler = _load_vision_model(source, revision)
+        self._model, missing = _load_vision_model(source, revision)
         self._model.to(device).eval().requires_grad_(False)
-        self._mean_of_tokens = not has_pooler
+        self._mean_of_tokens = bool(missing)
         self.name = Path(source).resolve().name if os.path.isdir(source) else source
-        self.fingerprint = _fingerprint(self._model, self._processor, self._mean_of_tokens)
+        self.fingerprint = _fingerprint(self._model, self._processor, missing)
         self.num_features = self(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).shape[1]
 
     @torch.inference_mode()
@@ -117,8 +117,8 @@ def _load_processor(source: str, revision: str | None):
         raise ValueError(f"the image processor of {source} can not be loaded: {error}") from error
 
 
-def _load_vision_model(source: str, revision: str | None) -> tuple[nn.Module, bool]:
-    """The model, and whether none of its weights are missing, as those of its pooler may be."""
+def _load_vision_model(source: str, revision: str | None) -> tuple[nn.Module, list[str]]:
+    """The model, and which of its weights are missing, as those of its pooler may be."""
     from transformers import AutoModel
     from transformers.utils import logging
 
@@ -139,17 +139,19 @@ def _load_vision_model(source: str, revision: str | None) -> tuple[nn.Module, bo
     missing = sorted(info["missing_keys"])
     if others := [key for key in missing if "pooler" not in key]:
         raise ValueError(f"{source} lacks weights of its {type(model).__name__}, such as {others[0]}")
-    return model, not missing
+    return model, missing
 
 
 def _reads_text_too(model: nn.Module) -> bool:
     return hasattr(model, "get_image_features")
 
 
-def _fingerprint(model: nn.Module, processor, mean_of_tokens: bool) -> str:
+def _fingerprint(model: nn.Module, processor, missing: list[str]) -> str:
     told = sorted((key, str(value)) for key, value in processor.to_dict().items() if key[0] != "_")
-    checksum = zlib.crc32(repr((type(model).__name__, told, mean_of_tokens)).encode())
-    return f"{_checksum(model.state_dict().values(), checksum):08x}"
+    checksum = zlib.crc32(repr((type(model).__name__, told, missing)).encode())
+    # What is missing was drawn at random, and plays no part.
+    weights = (tensor for name, tensor in model.state_dict().items() if name not in missing)
+    return f"{_checksum(weights, checksum):08x}"
 
 
 def _checksum(tensors: Iterable[torch.Tensor], checksum: int) -> int:

@@ -63,7 +63,8 @@ def kernel_distance(one: FeatureStatistics, other: FeatureStatistics, seed: int 
     with torchmetrics_needed("KID"):
         from torchmetrics.image.kid import KernelInceptionDistance
 
-        metric = KernelInceptionDistance(nn.Identity(), subsets=KID_SUBSETS, subset_size=size)
+        # Every process has all features already.
+        metric = KernelInceptionDistance(nn.Identity(), subsets=KID_SUBSETS, subset_size=size, sync_on_compute=False)
     metric.update(one.kept.double(), real=True)
     metric.update(other.kept.double(), real=False)
     with torch.random.fork_rng(devices=[]):  # torchmetrics draws from torch's own generator

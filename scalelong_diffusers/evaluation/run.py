@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from scalelong_diffusers.evaluation.evaluate import (
     check_features,
@@ -33,6 +32,7 @@ from scalelong_diffusers.evaluation.statistics import FeatureStatistics
 from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.pipelines import ScaleLongTextToImagePipeline, load_pipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.processes import processes
 from scalelong_diffusers.sampling import SETTINGS_FILE, SampleSettings, choose_device, sample_to_folder, write_json
 
 
@@ -119,8 +119,8 @@ class Evaluation:
     ) -> dict[str, Any]:
         """The figures and all that is known of what they depend on, which is also written beside the images."""
         reference, file = statistics
-        processes = PartialState()
-        share = images.batches(self.batch_size, processes.num_processes, processes.process_index)
+        team = processes()
+        share = images.batches(self.batch_size, team.num_processes, team.process_index)
         share = with_progress(share, len(images), self.batch_size, "features of the images")
         seed = about_images.get("seed") or 0
         result = {
@@ -134,7 +134,7 @@ class Evaluation:
             "num_features": self.feature_extractor.num_features,
             "versions": _versions(),
         }
-        if processes.is_main_process:
+        if team.is_main_process:
             write_json(folder / RESULT_FILE, result)
         return result
 

@@ -3,14 +3,14 @@
 import json
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object, reduce
+from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -91,7 +91,7 @@ class FeatureStatistics:
     def _load_npz(cls, file: str | os.PathLike) -> "FeatureStatistics":
         from scalelong_diffusers.evaluation.features import INCEPTION, INCEPTION_FINGERPRINT
 
-        with np.load(file, allow_pickle=False) as arrays:
+        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             if not {"mu", "sigma"} <= set(arrays):
                 raise ValueError(f"it has the arrays {', '.join(arrays)}, and statistics are 'mu' and 'sigma'")
             mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
@@ -123,27 +123,26 @@ class Moments:
 
     def add(self, features: torch.Tensor):
         """(batch, num_features)"""
+        features = features.float().cpu()  # not every device has float64
         wide = features.double()
-        # Where they are computed: of Inception the products take 70 million operations for each image.
-        self._sum = self._sum.to(wide.device) + wide.sum(0)
-        self._products = self._products.to(wide.device) + wide.T @ wide
+        self._sum += wide.sum(0)
+        self._products += wide.T @ wide
         if self.count < KEPT_FEATURES:
-            self._kept.append(features.float().cpu())
+            self._kept.append(features)
         self.count += len(features)
 
     def finish(self) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
         """How many there are, their mean, their covariance, and the first of them."""
-        n = int(reduce(torch.tensor(self.count, device=self._sum.device)))
+        counts, sums, products, kept = zip(*gather_object([(self.count, self._sum, self._products, self._kept)]))
+        n = sum(counts)
         if n < 2:
             raise ValueError(f"a covariance takes two images at least, and there {'is' if n == 1 else 'are'} {n}")
-        total, products = reduce(self._sum).cpu(), reduce(self._products).cpu()
-        mean = total / n
-        covariance = (products - n * mean.outer(mean)) / (n - 1)
-        return n, mean, covariance, torch.cat(_in_turn(gather_object([self._kept])))[:KEPT_FEATURES]
+        mean = sum(sums) / n
+        covariance = (sum(products) - n * mean.outer(mean)) / (n - 1)
+        return n, mean, covariance, torch.cat(_in_turn(kept))[:KEPT_FEATURES]
 
 
-def _in_turn(batches_of_processes: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
+def _in_turn(lists: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
     """The batches in the order of the whole set, of which each process has every `num_processes`-th."""
-    lists = list(batches_of_processes)
     longest = max(map(len, lists))
     return [batches[turn] for turn in range(longest) for batches in lists if turn < len(batches)]

@@ -18,14 +18,12 @@ from scalelong_diffusers.evaluation import load_features
 datasets.disable_progress_bars()
 
 
-def vit(**config) -> ViTModel:
+def _make_network(folder, **config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return ViTModel(ViTConfig(image_size=8, patch_size=4, initializer_range=0.5, **{**sizes, **config})).eval()
-
-
-def save_vision_model(folder, model):
-    model.save_pretrained(folder)
+    ViTModel(ViTConfig(image_size=8, patch_size=4, initializer_range=0.5, **{**sizes, **config})).save_pretrained(
+        folder
+    )
     ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
     return folder
 
@@ -33,7 +31,13 @@ def save_vision_model(folder, model):
 @pytest.fixture(scope="session")
 def network(tmp_path_factory):
     """A folder with a ViT of 16 features and its image processor."""
-    return save_vision_model(tmp_path_factory.mktemp("networks") / "tiny-vit", vit())
+    return _make_network(tmp_path_factory.mktemp("networks") / "tiny-vit")
+
+
+@pytest.fixture
+def make_network():
+    """`make_network(folder, **config)`: another one."""
+    return _make_network
 
 
 @pytest.fixture(scope="session")
