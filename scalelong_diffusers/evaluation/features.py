@@ -46,7 +46,7 @@ class InceptionFeatures:
     num_features = 2048
 
     def __init__(self, device: torch.device | str):
-        with torchmetrics_needed("features of Inception"):
+        with torchmetrics_needed("Inception"):
             from torchmetrics.image.fid import FrechetInceptionDistance
         try:
             # Without antialiasing, images are scaled to 299 x 299 as in the paper.
