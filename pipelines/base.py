@@ -210,7 +210,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             check_tensor("latents", latents)
         if latents is not None and latents.ndim == 4:
             height, width = height or latents.shape[2] * factor, width or latents.shape[3] * factor
-        height, width = self._image_size(height, width)
+        height, width = self.image_size(height, width)
         shape = (batch_size, model.config.in_channels, height // factor, width // factor)
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=model.dtype)
@@ -218,7 +218,8 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             raise ValueError(f"latents must be of shape {shape}, got {tuple(latents.shape)}")
         return latents.to(self._execution_device, model.dtype) * self.scheduler.init_noise_sigma
 
-    def _image_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+    def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
+        """The height and width of the images that are made when these are asked for."""
         model, factor = bare_model(self.unet), vae_factor(self.vae)
         if height is None or width is None:
             if model.config.sample_size is None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments, skip_scaling_fields
+from scalelong_diffusers.evaluate_command import add_evaluate_command
 from scalelong_diffusers.inspection import model_skeleton
 from scalelong_diffusers.models.conversion import (
     UntoldByWeights,
@@ -73,6 +74,7 @@ def _parser() -> ArgumentParser:
     convert.set_defaults(run=_convert)
 
     add_sample_command(commands)
+    add_evaluate_command(commands)
     return parser
 
 

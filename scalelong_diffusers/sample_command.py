@@ -48,22 +48,11 @@ def _make_images(arguments: argparse.Namespace) -> int:
     import torch
 
     from scalelong_diffusers.pipelines import load_pipeline
-    from scalelong_diffusers.sampling import SampleSettings, sample_to_folder
+    from scalelong_diffusers.sampling import SampleSettings, choose_device, sample_to_folder
 
     names = SampleSettings.__dataclass_fields__
     settings = SampleSettings(**{name: value for name, value in vars(arguments).items() if name in names})
     dtype = getattr(torch, arguments.dtype)
     pipe = load_pipeline(arguments.model, revision=arguments.revision, dtype=dtype)
-    pipe.to(_device(arguments.device))
+    pipe.to(choose_device(arguments.device))
     return sample_to_folder(pipe, settings, arguments.out, arguments.n, arguments.batch_size)
-
-
-def _device(name: str | None):
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} can not be used: {str(error).splitlines()[0]}") from error

@@ -22,6 +22,7 @@ from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.processes import processes
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -63,27 +64,44 @@ class SampleSettings:
 
 
 def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int) -> int:
-    """Make those of the images 0..n-1 that are not in the folder yet, and a grid; returns how many were made."""
+    """
+    Make those of the images 0..n-1 that are not in the folder yet, and a grid; returns how many were made.
+
+    The processes of `accelerate launch` or torchrun make a share each.
+    """
     for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    team = processes()
     conditions = _conditions(pipe, settings)
     if settings.scheduler is not None:
         pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
-    _check_settings(folder, {**dataclasses.asdict(settings), **_checksums(pipe)})
-    missing = [k for k in range(n) if not _image_file(folder, k).is_file()]
-    pipe.set_progress_bar_config(disable=True)
-    layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
-    with tqdm(total=n, initial=n - len(missing), desc=str(folder), bar_format=layout) as bar:
-        for start in range(0, len(missing), batch_size):
-            batch = missing[start : start + batch_size]
-            images = _make(pipe, settings, conditions, batch, bar)
-            for k, image in zip(batch, images):
-                save_image(image, _image_file(folder, k))
-    columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
-    shown = [PIL.Image.open(_image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
-    save_image(grid(shown, columns), folder / GRID_FILE)
+    told = {**dataclasses.asdict(settings), **_checksums(pipe)}
+    has_images = _check_settings(folder, told)
+    missing = [k for k in range(n) if not image_file(folder, k).is_file()]
+    # What is refused is refused by all, and what is missing known to all, before the folder changes.
+    team.wait_for_everyone()
+    if team.is_main_process and not has_images:
+        _note_settings(folder, told)
+    team.wait_for_everyone()
+    _make_missing(pipe, settings, conditions, folder, missing, n, batch_size)
+    team.wait_for_everyone()
+    if team.is_main_process:
+        columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
+        shown = [PIL.Image.open(image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
+        save_image(grid(shown, columns), folder / GRID_FILE)
     return len(missing)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The one of that name; without one a GPU, where there is any, each process its own."""
+    if name is None:
+        team = processes()
+        return team.device if team.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} can not be used: {str(error).splitlines()[0]}") from error
 
 
 def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
@@ -122,6 +140,35 @@ def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> dict[str, A
     return {"argument": "batch_size", "values": []}
 
 
+def _make_missing(
+    pipe: SamplingPipeline,
+    settings: SampleSettings,
+    conditions: dict[str, Any],
+    folder: Path,
+    missing: list[int],
+    n: int,
+    batch_size: int,
+):
+    """This process's share of the images that are missing."""
+    team = processes()
+    share = missing[team.process_index :: team.num_processes]
+    pipe.set_progress_bar_config(disable=True)
+    layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
+    total = n if team.num_processes == 1 else len(share)
+    with tqdm(
+        total=total,
+        initial=total - len(share),
+        desc=str(folder),
+        bar_format=layout,
+        disable=not team.is_main_process,
+    ) as bar:
+        for start in range(0, len(share), batch_size):
+            batch = share[start : start + batch_size]
+            images = _make(pipe, settings, conditions, batch, bar)
+            for k, image in zip(batch, images):
+                save_image(image, image_file(folder, k))
+
+
 def _make(
     pipe: SamplingPipeline, settings: SampleSettings, conditions: dict[str, Any], batch: list[int], bar: tqdm
 ) -> list[PIL.Image.Image]:
@@ -146,18 +193,26 @@ def _make(
     ).images
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]):
-    """Note the settings in a folder without images; in one that has some, they have to be the same."""
-    file = folder / SETTINGS_FILE
-    if any(folder.glob("*.png")) and not file.is_file():
+def _check_settings(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether there are images in the folder; where there are, their settings have to be the same."""
+    if any(folder.glob("*.png")) and not (folder / SETTINGS_FILE).is_file():
         raise ValueError(f"{folder} has images, but no {SETTINGS_FILE} that says how they were made: take another")
     # Settings without images may be those of a call that was refused, and count for nothing.
-    if any(folder.glob(f"{'[0-9]' * 6}*.png")):
+    has_images = any(folder.glob(f"{'[0-9]' * 6}*.png"))
+    if has_images:
         _check_same(folder, read_json(folder, SETTINGS_FILE), settings)
-        return
+    return has_images
+
+
+def _note_settings(folder: Path, settings: dict[str, Any]):
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SETTINGS_FILE, settings)
+
+
+def write_json(file: Path, content: dict[str, Any]):
+    """Written aside and renamed, so that a file with that name is always whole."""
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(settings, indent=2) + "\n")
+    part.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(part, file)
 
 
@@ -198,7 +253,7 @@ def _checksum_of_config(config: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(told, sort_keys=True, default=str).encode())
 
 
-def _image_file(folder: Path, k: int) -> Path:
+def image_file(folder: Path, k: int) -> Path:
     return folder / f"{k:06d}.png"
 
 

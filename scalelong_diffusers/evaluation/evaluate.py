@@ -1,0 +1,102 @@
+"""Figures of a set of images, for the command and for training alike."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from scalelong_diffusers.evaluation.features import FeatureExtractor
+from scalelong_diffusers.evaluation.metrics import METRICS, check_metrics, distances, too_small
+from scalelong_diffusers.evaluation.reference import Reference
+from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
+from scalelong_diffusers.processes import processes
+
+
+def feature_statistics(
+    images: Iterable[torch.Tensor], features: FeatureExtractor, about: dict[str, Any] | None = None
+) -> FeatureStatistics:
+    """
+    Of batches of uint8 images (batch, 3, height, width). Where there are several processes, each gives those of its
+    share, every `num_processes`-th, and all are returned the statistics of all images.
+    """
+    moments = Moments(features.num_features)
+    for batch in images:
+        moments.add(features(batch))
+    n, mean, covariance, kept = moments.finish()
+    return FeatureStatistics(mean, covariance, kept, n, features.name, features.fingerprint, about or {})
+
+
+def reference_statistics(
+    reference: Reference, features: FeatureExtractor, cache_dir: Path, batch_size: int = 64
+) -> tuple[FeatureStatistics, Path]:
+    """The statistics of a data set and the file that keeps them: read from there where they were computed before."""
+    team = processes()
+    file = cache_dir / "statistics" / f"{reference.fingerprint(features)}.safetensors"
+    # On several machines all compute where one lacks the file: none can do it alone.
+    if all(gather_object([file.is_file()])):
+        return FeatureStatistics.load(file), file
+    transform = reference.transform
+    about = {
+        "reference": reference.description,
+        "split": reference.split,
+        "resolution": transform.resolution,
+        "crop_size": transform.crop_size,
+        "interpolation": transform.interpolation,
+    }
+    share = reference.batches(batch_size, team.num_processes, team.process_index)
+    share = with_progress(share, len(reference), batch_size, "features of the reference")
+    statistics = feature_statistics(share, features, about)
+    if team.is_local_main_process:
+        statistics.save(file)
+    team.wait_for_everyone()
+    return statistics, file
+
+
+def with_progress(share: Iterable[torch.Tensor], n: int, batch_size: int, what: str) -> Iterator[torch.Tensor]:
+    """A bar with the time left, of the main process's share of n images."""
+    team = processes()
+    total = math.ceil(n / (batch_size * team.num_processes))
+    layout = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+    yield from tqdm(share, what, total, disable=not team.is_main_process, bar_format=layout)
+
+
+def evaluate_images(
+    images: Iterable[torch.Tensor],
+    reference: FeatureStatistics,
+    features: FeatureExtractor,
+    metrics: Sequence[str] = METRICS,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """
+    The figures of batches of uint8 images (batch, 3, height, width), and warnings of what they are not good for.
+
+    Where there are several processes, each gives every `num_processes`-th batch, and all are returned the same.
+
+    ```python
+    features = load_features("facebook/dinov2-small")
+    reference, _ = reference_statistics(open_reference("shapes", 32, 3), features, cache_dir)
+    evaluate_images(batches, reference, features)["fid"]
+    ```
+    """
+    check_metrics(metrics)
+    check_features(reference, features)
+    statistics = feature_statistics(images, features)
+    figures = distances(metrics, reference, statistics, seed)
+    warnings = too_small(metrics, statistics.n, features.num_features)
+    if reference.n is not None and reference.n < statistics.n:
+        warnings += too_small(metrics, reference.n, features.num_features, "reference images")
+    return {**figures, "n": statistics.n, "warnings": warnings}
+
+
+def check_features(reference: FeatureStatistics, features: FeatureExtractor):
+    """Refuse statistics of another network."""
+    if reference.features_fingerprint != features.fingerprint or reference.num_features != features.num_features:
+        raise ValueError(
+            f"the statistics of the reference are of the features {reference.features!r} "
+            f"({reference.features_fingerprint}, {reference.num_features:,} of them), and those asked for are "
+            f"{features.name!r} ({features.fingerprint}, {features.num_features:,} of them)"
+        )

@@ -1,0 +1,98 @@
+"""A small vision model, a small pipeline, folders of images, and the command in this process."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from PIL import Image
+from transformers import ViTConfig, ViTImageProcessorPil, ViTModel
+
+from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
+from scalelong_diffusers.cli import main
+from scalelong_diffusers.evaluation import load_features
+
+
+datasets.disable_progress_bars()
+
+
+def _make_network(folder, **config):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ViTModel(ViTConfig(image_size=8, patch_size=4, initializer_range=0.5, **{**sizes, **config})).save_pretrained(
+        folder
+    )
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def network(tmp_path_factory):
+    """A folder with a ViT of 16 features and its image processor."""
+    return _make_network(tmp_path_factory.mktemp("networks") / "tiny-vit")
+
+
+@pytest.fixture
+def make_network():
+    """`make_network(folder, **config)`: another one."""
+    return _make_network
+
+
+@pytest.fixture(scope="session")
+def features(network):
+    return load_features(str(network))
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """A folder with a pipeline that makes images of 8 x 8."""
+    torch.manual_seed(0)
+    unet = UViTModel(sample_size=8, patch_size=4, hidden_size=16, num_layers=2, num_attention_heads=2)
+    ScaleLongUnconditionalPipeline(unet, DDIMScheduler()).save_pretrained(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Makes a folder of noise, as files."""
+
+    def make(n, folder="pictures", size=(8, 8), seed=0, mode="RGB", low=0):
+        random = np.random.default_rng(seed)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for k in range(n):
+            shape = (size[1], size[0], 3) if mode == "RGB" else size[::-1]
+            Image.fromarray(random.integers(low, 256, shape, np.uint8)).save(tmp_path / folder / f"{k:03d}.png")
+        return tmp_path / folder
+
+    return make
+
+
+@pytest.fixture
+def evaluate(capsys, network, tmp_path):
+    """Calls `scalelong evaluate` in this process: its exit code, what it printed, and what it complained of."""
+
+    def call(model, *flags, reference="shapes", **options):
+        named = {"reference": reference, "features": network, "cache_dir": tmp_path / "cache", **options}
+        words = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
+        try:
+            code = main(["evaluate", str(model), *map(str, flags), *words])
+        except SystemExit as exit:
+            code = exit.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def measured(evaluate):
+    """The result, of calls that go well."""
+
+    def call(*arguments, **options):
+        code, printed, complaint = evaluate(*arguments, "--json", **options)
+        assert code == 0, complaint
+        return json.loads(printed)
+
+    return call

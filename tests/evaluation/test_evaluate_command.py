@@ -1,0 +1,234 @@
+"""`scalelong evaluate`: what it measures, what it says of it, what it keeps, and how it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from PIL import Image
+
+from scalelong_diffusers import ScaleLongTextToImagePipeline, UViTModel
+from scalelong_diffusers.cli import main
+from scalelong_diffusers.evaluation import FeatureStatistics, evaluate_images, open_reference, reference_statistics
+
+
+FAST = ("--steps", 2, "-n", 12, "--batch_size", 5, "--num_shapes", 20)
+
+
+class TestResult:
+    def test_of_a_pipeline(self, measured, pipeline, features, tmp_path):
+        result = measured(pipeline, *FAST, "--seed", 3, "--scheduler", "euler", out=tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == result
+        assert result["fid"] > 0
+        assert {"kid", "kid_std"} <= set(result)
+        expected = {
+            "n": 12, "model": str(pipeline), "sampler": "EulerDiscreteScheduler", "steps": 2, "guidance": None,
+            "seed": 3, "ema": None, "dtype": "float32", "resolution": [8, 8], "reference": "shapes",
+            "reference_n": 20, "split": "train", "features": "tiny-vit", "num_features": 16,
+            "features_fingerprint": features.fingerprint,
+        }  # fmt: skip
+        assert {name: result[name] for name in expected} == expected
+        assert result["versions"]["torchmetrics"] == version("torchmetrics")
+        assert len(result["warnings"]) == 2
+
+    def test_is_told_in_one_line_and_warnings_apart(self, evaluate, pipeline, tmp_path):
+        (pipeline / "settings.json").write_text('{"use_ema": true}')
+        code, printed, complaint = evaluate(pipeline, *FAST, out=tmp_path / "out")
+        assert code == 0
+        assert printed.startswith("FID ")
+        assert printed.count("\n") == 1
+        for part in (
+            "KID",
+            "n 12",
+            "sampler DDIMScheduler",
+            "steps 2",
+            "seed 0",
+            "EMA yes",
+            "features tiny-vit (16, ",
+        ):
+            assert part in printed
+        assert "scalelong: warning: 12 images do not span 16 features" in complaint
+
+    def test_of_a_folder_is_that_of_the_pipeline_that_made_it(self, measured, pipeline, tmp_path):
+        out = tmp_path / "out"
+        made = measured(pipeline, *FAST, "--seed", 3, out=out)
+        judged = measured(out, "--num_shapes", 20)
+        assert judged["n"] == 12, "the grid is not one of the images"
+        same = ("steps", "seed", "model", "ema")
+        assert {name: judged[name] for name in same} == {name: made[name] for name in same}
+        assert judged["fid"] == pytest.approx(made["fid"], rel=1e-6)
+        assert judged["kid"] == pytest.approx(made["kid"], rel=1e-6)
+        assert measured(out, "--num_shapes", 20, "--n", 7)["n"] == 7
+
+    def test_of_images_with_themselves_is_0(self, measured, pictures):
+        folder = pictures(40)
+        assert abs(measured(folder, reference=folder)["fid"]) < 1e-6
+        assert measured(pictures(40, "darker", seed=1, low=200), reference=folder)["fid"] > 1e-3
+
+    def test_only_the_metrics_that_are_asked_for(self, measured, pictures):
+        result = measured(pictures(5), "--metric", "fid", "--num_shapes", 20)
+        assert "kid" not in result
+
+    def test_grey_images(self, measured, pictures):
+        grey = pictures(20, "grey", mode="L")
+        assert abs(measured(grey, reference=grey)["fid"]) < 1e-6
+
+    def test_a_model_of_text_draws_the_captions_of_the_reference(self, measured, tiny_clip, tmp_path):
+        torch.manual_seed(0)
+        unet = UViTModel(
+            sample_size=8, patch_size=4, hidden_size=16, num_layers=2, num_attention_heads=2, cross_attention_dim=16,
+            context_length=12,
+        )  # fmt: skip
+        ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip).save_pretrained(tmp_path / "text")
+        out = tmp_path / "out"
+        result = measured(tmp_path / "text", "--steps", 1, "--n", 3, "--num_shapes", 20, out=out)
+        assert result["guidance"] == 7.5, "the pipeline's own"
+        prompts = json.loads((out / "sample.json").read_text())["prompt"]
+        assert [prompt.split(" on ")[0] for prompt in prompts] == ["a red circle", "a red square", "a red triangle"]
+        (tmp_path / "prompts.txt").write_text("red\n\ncircle\n")
+        flags = ["--steps", 1, "--n", 3, "--num_shapes", 20, "--guidance", 1]
+        measured(tmp_path / "text", *flags, prompts=tmp_path / "prompts.txt", out=tmp_path / "own")
+        assert json.loads((tmp_path / "own" / "sample.json").read_text())["prompt"] == ["red", "circle"]
+
+
+class TestReference:
+    def test_is_computed_once(self, evaluate, pictures, tmp_path):
+        folder, reference = pictures(5), pictures(20, "reference", seed=1)
+        first, again = evaluate(folder, reference=reference), evaluate(folder, reference=reference)
+        assert "features of the reference" in first[2]
+        assert "features of the reference" not in again[2]
+        assert again[1] == first[1]
+        assert len(list((tmp_path / "cache" / "statistics").iterdir())) == 1
+
+    def test_is_computed_again_for_other_images_transforms_and_networks(
+        self, measured, pictures, make_network, tmp_path
+    ):
+        folder, reference = pictures(5), pictures(20, "reference", seed=1, size=(16, 12))
+        other_network = make_network(tmp_path / "other", hidden_size=8)
+        calls = [
+            {},
+            {"crop_size": 8},
+            {"image_interpolation_mode": "box"},
+            {"features": other_network},
+        ]
+        files = [measured(folder, reference=reference, **options)["statistics"] for options in calls]
+        pictures(21, "reference", seed=1, size=(16, 12))
+        files.append(measured(folder, reference=reference)["statistics"])
+        assert len(set(files)) == 5
+
+    def test_can_be_the_file_that_was_kept(self, measured, pictures, tmp_path):
+        folder = pictures(5)
+        first = measured(folder, "--num_shapes", 20)
+        os.rename(first["statistics"], tmp_path / "shapes.safetensors")
+        again = measured(folder, reference=tmp_path / "shapes.safetensors")
+        same = ("fid", "kid", "split", "reference_n", "reference_description", "interpolation")
+        assert {name: again[name] for name in same} == {name: first[name] for name in same}
+
+    def test_a_split_for_validation(self, measured, pictures, tmp_path):
+        pictures(4, "data")
+        for split, n in (("train", 6), ("test", 4)):
+            (tmp_path / "data" / split).mkdir()
+            for file in list(pictures(n, split + "-made", seed=n).iterdir()):
+                file.rename(tmp_path / "data" / split / file.name)
+        for file in (tmp_path / "data").glob("*.png"):
+            file.unlink()
+        folder = pictures(5)
+        sizes = {
+            split: measured(folder, "--split", split, reference=tmp_path / "data")["reference_n"]
+            for split in ("train", "validation")
+        }
+        assert sizes == {"train": 6, "validation": 4}
+
+
+def test_training_can_call_it(features, tmp_path):
+    """Batches of images in memory against statistics, without files of images."""
+    reference = open_reference("shapes", resolution=8, num_shapes=100)
+    statistics, file = reference_statistics(reference, features, tmp_path)
+    assert torch.equal(FeatureStatistics.load(file).covariance, statistics.covariance)
+    same = evaluate_images(reference.batches(32), statistics, features)
+    assert abs(same["fid"]) < 1e-6
+    inverted = evaluate_images((255 - batch for batch in reference.batches(32)), statistics, features, ["fid"])
+    assert set(inverted) == {"fid", "n", "warnings"}
+    assert inverted["fid"] > 0.01
+
+
+def finished(command, env, timeout=120):
+    """The exit code and what was printed of a launch, whose processes end with it."""
+    process = subprocess.Popen(
+        [str(word) for word in command], env=env, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        printed, complaint = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, printed, complaint
+
+
+class TestGoingOn:
+    def test_images_that_are_there_are_kept(self, measured, pipeline, tmp_path):
+        out = tmp_path / "out"
+        first = measured(pipeline, *FAST, out=out)
+        (out / "000004.png").unlink()
+        times = {file: file.stat().st_mtime_ns for file in out.glob("0*.png")}
+        assert measured(pipeline, *FAST, out=out)["fid"] == pytest.approx(first["fid"], rel=1e-3)
+        assert {file: file.stat().st_mtime_ns for file in times} == times
+
+    def test_interrupted_it_says_that_the_same_command_goes_on(self, pipeline, network, tmp_path):
+        command = [
+            *(sys.executable, "-m", "scalelong_diffusers.cli", "evaluate", pipeline, "--features", network),
+            *("--reference", "shapes", "--num_shapes", 20, "--n", 5000, "--batch_size", 1, "--out", tmp_path / "out"),
+            *("--cache_dir", tmp_path / "cache"),
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True, env=env)
+        while process.poll() is None and not (tmp_path / "out" / "000003.png").is_file():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        complaint = process.communicate()[1]
+        assert process.returncode == 130, complaint
+        assert complaint.splitlines()[-1].startswith("scalelong: interrupted; the same command goes on")
+        assert "Traceback" not in complaint
+        Image.open(tmp_path / "out" / "000003.png").load()
+
+    def test_two_processes_make_the_same_images_and_figures(self, measured, pipeline, network, tmp_path):
+        flags = [*FAST, "--reference", "shapes", "--features", network, "--json"]
+        alone = measured(pipeline, *FAST, out=tmp_path / "alone")
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m"]
+        command = [sys.executable, *launch, "scalelong_diffusers.cli", "evaluate", pipeline, *flags]
+        command += ["--out", tmp_path / "two", "--cache_dir", tmp_path / "other_cache"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1", "PYTHONWARNINGS": "ignore"}
+        code, printed, complaint = finished(command, env)
+        assert code == 0, complaint
+        together = json.loads(printed)
+        assert sorted(file.name for file in (tmp_path / "two").iterdir()) == sorted(
+            file.name for file in (tmp_path / "alone").iterdir()
+        )
+        assert together["n"] == 12
+        assert together["reference_n"] == 20
+        assert together["fid"] == pytest.approx(alone["fid"], rel=1e-3)
+        assert together["kid"] == pytest.approx(alone["kid"], rel=1e-3)
+
+
+def test_help_is_as_light_as_before(in_fresh_process):
+    code = """
+import sys
+from scalelong_diffusers.cli import _parser
+_parser()
+print(*sorted({"torchmetrics", "datasets", "accelerate.state", "scalelong_diffusers.evaluation"} & set(sys.modules)))
+"""
+    brought = set(in_fresh_process(code).stdout.split())
+    assert not brought & {"torchmetrics", "datasets", "scalelong_diffusers.evaluation"}
+
+
+def test_the_command_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "evaluate" in capsys.readouterr().out
