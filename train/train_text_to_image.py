@@ -30,6 +30,7 @@ from scalelong_diffusers.trainer import (
     TrainingLoop,
     build_model,
     build_text_encoder,
+    check_text_encoder,
     check_validation_prompts,
     encode_images,
     grid_prompts,
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None):
         unet = build_model(args, data, vae, text=text_condition(text))
         text_encoder, tokenizer = text or build_text_encoder(args, data, unet)
         captions = CaptionEncoder(text_encoder, tokenizer, unet)
+        check_text_encoder(data, captions, args.pretrained_text_encoder_name_or_path)
         check_validation_prompts(args.validation_prompts, tokenizer, captions.max_tokens)
         process = NoiseProcess.from_arguments(args)
         modules = {"unet": unet} | ({"text_encoder": text_encoder} if args.train_text_encoder else {})
@@ -99,8 +101,12 @@ def main(argv: Sequence[str] | None = None):
         clean = encode_images(batch, vae, args.latent_scale)
         noise = batch.normal_like(clean, "noise")
         timesteps = process.timesteps(batch.uniform("timestep")).to(clean.device)
-        tokens = captions.tokenize(leave_out(batch, args.proportion_empty_prompts)).to(clean.device)
-        states = models.get("text_encoder", text_encoder)(tokens)[0]
+        texts = leave_out(batch, args.proportion_empty_prompts)
+        if data.features is None:
+            tokens = captions.tokenize(texts).to(clean.device)
+            states = models.get("text_encoder", text_encoder)(tokens)[0]
+        else:
+            states = data.features.text_states(batch, texts)
         noisy = process.add_noise(clean, noise, timesteps)
         prediction = models["unet"](noisy, timesteps, encoder_hidden_states=states).sample
         target = process.target(clean, noise, timesteps)

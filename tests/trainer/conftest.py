@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
+from scalelong_diffusers.data import Batch
 from scalelong_diffusers.train import train_unconditional
 from scalelong_diffusers.trainer import TrainingStopped
 
@@ -170,6 +172,23 @@ def launch(tiny_config, launch_script):
         return launch_script(arguments if python_code is None else ["-c", python_code, *arguments], processes)
 
     return run
+
+
+@pytest.fixture
+def poisoned_data(monkeypatch):
+    """Noise with an infinity in it, from some step on."""
+    draw = Batch.normal_like
+
+    def poison(first, last=math.inf):
+        def normal_like(batch, tensor, purpose):
+            noise = draw(batch, tensor, purpose)
+            if batch.stream == "train" and first <= batch.positions[0] // 4 < last:
+                noise[0, 0, 0, 0] = math.inf
+            return noise
+
+        monkeypatch.setattr(Batch, "normal_like", normal_like)
+
+    return poison
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,15 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from scalelong_diffusers.data import DataSettings, load_training_data
 from scalelong_diffusers.train import train_class_conditional
+from scalelong_diffusers.trainer import TrainingStopped
 
 
 @pytest.fixture
@@ -178,3 +181,34 @@ def test_help_is_light():
     )
     assert "--train_data_dir" in shown.stdout
     assert "--skip_scaling" in shown.stdout
+
+
+def test_a_bad_picture_that_is_held_out_ends_the_run_with_its_name_too(train, pictures, tmp_path, capsys):
+    folder = pictures(_=30)
+    settings = {"train_data_dir": folder, "num_shapes": None, "train_batch_size": 2, "validation_size": 3}
+    data = load_training_data(
+        DataSettings(train_data_dir=str(folder), resolution=8, validation_size=3),
+        channels=3, needs_labels=False, needs_captions=False, seed=0,
+    )  # fmt: skip
+    # Not the first: that one is looked at before training.
+    name = Path(data.validation.rows.name(int(data.validation.indices[1])))
+    name.write_bytes(name.read_bytes()[:60])
+    with pytest.raises(TrainingStopped, match=name.name) as stopped:
+        train(tmp_path / "run", **settings)
+    assert stopped.value.exit_code == 2
+    capsys.readouterr()
+    train(tmp_path / "skipping", on_bad_image="skip", **settings)
+    assert f"{name.name} can not be read and is left out" in capsys.readouterr().out
+
+
+def test_a_log_that_can_not_be_written_ends_the_run_with_a_sentence(launch, tmp_path):
+    """Files are limited to what the settings need, and the log outgrows that."""
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, 4_000)); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    running = launch(tmp_path / "run", python_code=script, max_train_steps=400, checkpointing_steps=1000)
+    code, _, errors = running.wait()
+    assert code == 1
+    assert "the log could not be written: [Errno 27] File too large; there is no checkpoint" in errors.splitlines()[-1]
+    assert "Traceback" not in errors

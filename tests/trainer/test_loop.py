@@ -147,25 +147,6 @@ def test_one_line_for_each_logged_step(train, metrics_of, tmp_path):
     assert lines[2]["loss"] == pytest.approx(sum(line["loss"] for line in all_lines[4:6]) / 2)
 
 
-@pytest.fixture
-def poisoned_data(tmp_path, monkeypatch):
-    """Noise with an infinity in it, from some step on."""
-    from scalelong_diffusers.data import Batch
-
-    draw = Batch.normal_like
-
-    def poison(first, last=math.inf):
-        def normal_like(batch, tensor, purpose):
-            noise = draw(batch, tensor, purpose)
-            if batch.stream == "train" and first <= batch.positions[0] // 4 < last:
-                noise[0, 0, 0, 0] = math.inf
-            return noise
-
-        monkeypatch.setattr(Batch, "normal_like", normal_like)
-
-    return poison
-
-
 def test_losses_that_stay_infinite_end_the_run(train, tmp_path, poisoned_data):
     poisoned_data(first=6)
     with pytest.raises(TrainingStopped) as stopped:
