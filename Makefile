@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: install test lint format
+.PHONY: install test lint format demo
 
 install: .venv/installed
 
@@ -14,6 +14,10 @@ install: .venv/installed
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 $(PYTEST_ARGS)
+
+# Two trainings and a page that compares them: runs/demo/index.html. QUICK=1 takes two minutes instead of ten.
+demo: install
+	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
 
 lint: install
 	$(BIN)/ruff check .

@@ -51,7 +51,7 @@ th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align:
 thead th { color: var(--soft); } td.number { text-align: right; }
 .images { width: 100%; table-layout: fixed; } .images th, .images td { padding: .15rem; border: 0; font-size: .75rem;
   text-align: center; overflow-wrap: anywhere; color: var(--soft); }
-.images img { width: 100%; display: block; image-rendering: pixelated; border: 2px solid transparent; }
+.images img { width: 100%; height: auto; display: block; image-rendering: pixelated; border: 2px solid transparent; }
 .images img.wrong { border-color: var(--wrong); }
 pre { padding: .75rem; border: 1px solid var(--line); overflow-x: auto; } svg { width: 100%; height: auto; }
 svg text { fill: var(--soft); font-size: 12px; } .axis { stroke: var(--line); }
