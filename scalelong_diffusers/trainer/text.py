@@ -12,7 +12,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from scalelong_diffusers.data import Batch, TrainingData
 from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.text.encoding import load_text_encoder, text_width
-from scalelong_diffusers.text.small_clip import build_small_clip
+from scalelong_diffusers.text.small_clip import build_small_clip, build_tokenizer
 
 
 TextEncoder = tuple[CLIPTextModel, CLIPTokenizer]
@@ -20,6 +20,8 @@ TextEncoder = tuple[CLIPTextModel, CLIPTokenizer]
 # Of a small CLIP, where the model that is to attend to it says nothing else.
 _SMALL_WIDTH, _SMALL_LENGTH = 128, 32
 _HEAD_WIDTH = 32
+# Tokens that are read where the model sets no limit; that of the published CLIP.
+_LONGEST = 77
 
 
 def load_named_text_encoder(args: argparse.Namespace, accelerator: Accelerator) -> TextEncoder | None:
@@ -41,14 +43,21 @@ def text_condition(text: TextEncoder | None) -> dict[str, Any]:
 
 
 def build_text_encoder(args: argparse.Namespace, data: TrainingData, model: ModelMixin) -> TextEncoder:
-    """A small CLIP that fits the model, built from the captions that it is trained on. Its weights follow the seed."""
-    width = text_width(model)
+    """
+    A small CLIP that fits the model, built from the captions that it is trained on. Its weights follow the seed.
+
+    It reads as many tokens as the longest caption has: what is padded takes time, and hides what is said.
+    """
+    captions = list(_captions(data))
+    width, limit = text_width(model), model.config.get("context_length", _LONGEST)
+    tokenizer = build_tokenizer(captions, limit)
+    longest = max(map(len, tokenizer(list(dict.fromkeys(captions))).input_ids))
     torch.manual_seed(seed_for(args.seed, "text_encoder"))
     return build_small_clip(
-        _captions(data),
+        captions,
         hidden_size=width,
         num_attention_heads=width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1,
-        context_length=model.config.get("context_length", _SMALL_LENGTH),
+        context_length=min(longest, limit),
     )
 
 
