@@ -460,6 +460,29 @@ def hub(in_fresh_process, tmp_path):
     server.stdout.close()
 
 
+def _make_network(folder: Path, **config) -> Path:
+    from transformers import ViTConfig, ViTImageProcessorPil, ViTModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = ViTConfig(image_size=8, patch_size=4, initializer_range=0.5, **{**sizes, **config})
+    ViTModel(config).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_network():
+    """`make_network(folder, **config)`: a ViT and its image processor, whose features images are compared by."""
+    return _make_network
+
+
+@pytest.fixture(scope="session")
+def network(tmp_path_factory) -> Path:
+    """A folder with such a ViT, of 16 features."""
+    return _make_network(tmp_path_factory.mktemp("networks") / "tiny-vit")
+
+
 @pytest.fixture
 def project_root() -> Path:
     return Path(__file__).parent.parent

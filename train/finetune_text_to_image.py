@@ -15,6 +15,7 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,13 @@ from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.text.stable_diffusion import encode_prompts, load_stable_diffusion, training_schedule
 from scalelong_diffusers.trainer import (
     NoiseProcess,
+    SampleEvaluation,
     TrainingLoop,
     check_validation_prompts,
     encode_images,
     fine_tuning_parser,
     grid_prompts,
+    held_out_captions,
     leave_out,
     mistakes_as_sentences,
     parse_fine_tuning_arguments,
@@ -104,6 +107,7 @@ def main(argv: Sequence[str] | None = None):
         check_warmup(args)
         trained = [parameter for parameter in pipe.unet.parameters() if parameter.requires_grad]
         optimizer = eight_bit_adam(args, trained) if args.use_8bit_adam else None
+        evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
         loop = TrainingLoop(args, accelerator, {"unet": pipe.unet}, data, run, optimizer)
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -120,15 +124,14 @@ def main(argv: Sequence[str] | None = None):
         losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
         return process.weights(timesteps) * losses
 
-    def samples() -> list:
-        prompts = grid_prompts(args, data)
+    def samples(numbers: Sequence[int], prompts: Sequence[str]) -> list:
         return pipe(
-            prompts,
+            [prompts[k % len(prompts)] for k in numbers],
             height=args.resolution,
             width=args.resolution,
             num_inference_steps=args.num_inference_steps,
             guidance_scale=args.guidance_scale,
-            generator=[generator_for(args.seed, "sample", k) for k in range(len(prompts))],
+            generator=[generator_for(args.seed, "sample", k) for k in numbers],
         ).images
 
     for batch in loop:
@@ -136,7 +139,10 @@ def main(argv: Sequence[str] | None = None):
         if loop.is_due(args.validation_steps):
             loop.record(validation_losses(loop, losses_of))
         if loop.is_due(args.sample_steps):
-            save_samples(loop, samples)
+            prompts = grid_prompts(args, data)
+            save_samples(loop, partial(samples, range(len(prompts)), prompts))
+        if loop.is_due(args.eval_steps):
+            loop.record(evaluation.figures(loop, partial(samples, prompts=held_out_captions(data))))
 
     if args.lora_rank is None:
         save_pipeline(loop, pipe)

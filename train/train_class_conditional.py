@@ -22,6 +22,7 @@ from scalelong_diffusers.data import Batch, DataSettings, load_training_data
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.trainer import (
     NoiseProcess,
+    SampleEvaluation,
     TrainingLoop,
     build_model,
     encode_images,
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None):
         null_class = data.num_classes if args.class_dropout else None
         unet = build_model(args, data, vae, num_class_embeds=data.num_classes + (null_class is not None))
         process = NoiseProcess.from_arguments(args)
+        evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
         loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -87,14 +89,14 @@ def main(argv: Sequence[str] | None = None):
             unet, scheduler, vae, class_names=data.class_names, null_class=null_class, latent_scale=args.latent_scale
         )
 
-    def samples() -> list:
+    def samples(numbers: Sequence[int]) -> list:
         pipe = pipeline()
         pipe.set_progress_bar_config(disable=True)
         return pipe(
-            [k % data.num_classes for k in range(args.num_samples)],
+            [k % data.num_classes for k in numbers],
             num_inference_steps=args.num_inference_steps,
             guidance_scale=1.0 if null_class is None else args.guidance_scale,
-            generator=[generator_for(args.seed, "sample", k) for k in range(args.num_samples)],
+            generator=[generator_for(args.seed, "sample", k) for k in numbers],
         ).images
 
     for batch in loop:
@@ -102,7 +104,9 @@ def main(argv: Sequence[str] | None = None):
         if loop.is_due(args.validation_steps):
             loop.record(validation_losses(loop, losses_of))
         if loop.is_due(args.sample_steps):
-            save_samples(loop, samples)
+            save_samples(loop, lambda: samples(range(args.num_samples)))
+        if loop.is_due(args.eval_steps):
+            loop.record(evaluation.figures(loop, samples))
 
     save_pipeline(loop, pipeline())
 

@@ -14,6 +14,7 @@ on shapes that the package draws. The output folder is that of a pipeline:
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.text.encoding import CaptionEncoder
 from scalelong_diffusers.trainer import (
     NoiseProcess,
+    SampleEvaluation,
     TrainingLoop,
     build_model,
     build_text_encoder,
@@ -34,6 +36,7 @@ from scalelong_diffusers.trainer import (
     check_validation_prompts,
     encode_images,
     grid_prompts,
+    held_out_captions,
     leave_out,
     load_named_text_encoder,
     load_vae,
@@ -95,6 +98,7 @@ def main(argv: Sequence[str] | None = None):
         check_validation_prompts(args.validation_prompts, tokenizer, captions.max_tokens)
         process = NoiseProcess.from_arguments(args)
         modules = {"unet": unet} | ({"text_encoder": text_encoder} if args.train_text_encoder else {})
+        evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
         loop = TrainingLoop(args, accelerator, modules, data, settle(args, accelerator, data))
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
@@ -119,15 +123,14 @@ def main(argv: Sequence[str] | None = None):
             unet, scheduler, text_encoder, tokenizer, vae, latent_scale=args.latent_scale
         )
 
-    def samples() -> list:
-        prompts = grid_prompts(args, data)
+    def samples(numbers: Sequence[int], prompts: Sequence[str]) -> list:
         pipe = pipeline()
         pipe.set_progress_bar_config(disable=True)
         return pipe(
-            prompts,
+            [prompts[k % len(prompts)] for k in numbers],
             num_inference_steps=args.num_inference_steps,
             guidance_scale=args.guidance_scale,
-            generator=[generator_for(args.seed, "sample", k) for k in range(len(prompts))],
+            generator=[generator_for(args.seed, "sample", k) for k in numbers],
         ).images
 
     for batch in loop:
@@ -135,7 +138,10 @@ def main(argv: Sequence[str] | None = None):
         if loop.is_due(args.validation_steps):
             loop.record(validation_losses(loop, losses_of, loop.modules))
         if loop.is_due(args.sample_steps):
-            save_samples(loop, samples)
+            prompts = grid_prompts(args, data)
+            save_samples(loop, partial(samples, range(len(prompts)), prompts))
+        if loop.is_due(args.eval_steps):
+            loop.record(evaluation.figures(loop, partial(samples, prompts=held_out_captions(data))))
 
     save_pipeline(loop, pipeline())
 

@@ -21,6 +21,7 @@ from scalelong_diffusers.data import Batch, DataSettings, load_training_data
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.trainer import (
     NoiseProcess,
+    SampleEvaluation,
     TrainingLoop,
     build_model,
     encode_images,
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None):
         )
         unet = build_model(args, data, vae)
         process = NoiseProcess.from_arguments(args)
+        evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
         loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -68,18 +70,20 @@ def main(argv: Sequence[str] | None = None):
         scheduler = DPMSolverMultistepScheduler.from_config(process.scheduler.config)
         return ScaleLongUnconditionalPipeline(unet, scheduler, vae=vae, latent_scale=args.latent_scale)
 
-    def samples() -> list:
+    def samples(numbers: Sequence[int]) -> list:
         pipe = pipeline()
         pipe.set_progress_bar_config(disable=True)
-        generators = [generator_for(args.seed, "sample", k) for k in range(args.num_samples)]
-        return pipe(args.num_samples, num_inference_steps=args.num_inference_steps, generator=generators).images
+        generators = [generator_for(args.seed, "sample", k) for k in numbers]
+        return pipe(len(numbers), num_inference_steps=args.num_inference_steps, generator=generators).images
 
     for batch in loop:
         loop.step(losses_of(loop.models["unet"], batch))
         if loop.is_due(args.validation_steps):
             loop.record(validation_losses(loop, losses_of))
         if loop.is_due(args.sample_steps):
-            save_samples(loop, samples)
+            save_samples(loop, lambda: samples(range(args.num_samples)))
+        if loop.is_due(args.eval_steps):
+            loop.record(evaluation.figures(loop, samples))
 
     save_pipeline(loop, pipeline())
 

@@ -6,6 +6,7 @@ from scalelong_diffusers.trainer.arguments import (
     parse_training_arguments,
     training_parser,
 )
+from scalelong_diffusers.trainer.evaluation import SampleEvaluation
 from scalelong_diffusers.trainer.latents import check_text_encoder, encode_images
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
@@ -23,6 +24,7 @@ from scalelong_diffusers.trainer.text import (
     build_text_encoder,
     check_validation_prompts,
     grid_prompts,
+    held_out_captions,
     leave_out,
     load_named_text_encoder,
     text_condition,
@@ -32,6 +34,7 @@ from scalelong_diffusers.trainer.validation import save_samples, validation_loss
 
 __all__ = [
     "NoiseProcess",
+    "SampleEvaluation",
     "TrainingLoop",
     "TrainingStopped",
     "build_model",
@@ -42,6 +45,7 @@ __all__ = [
     "encode_images",
     "fine_tuning_parser",
     "grid_prompts",
+    "held_out_captions",
     "leave_out",
     "load_named_text_encoder",
     "load_vae",

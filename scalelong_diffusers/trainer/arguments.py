@@ -166,6 +166,11 @@ def _add_monitoring_arguments(group):
     add("--sample_steps", type=int, default=1000, help="a grid of samples; 0 for none")
     add("--num_samples", type=int, default=16, help="how many images the grid has")
     add("--num_inference_steps", type=int, default=25, help="of the sampler, for the grid")
+    add("--eval_steps", type=int, default=0, help="FID and KID of samples; 0 (default) for never, since it takes long")
+    add("--num_eval_images", type=int, default=10_000, help="as many as in the paper's curves by default")
+    add("--eval_metric", default="fid,kid", help="fid, kid or both")
+    add("--eval_features", default="inception", metavar="NETWORK", help="or a vision model's folder or id")
+    add("--eval_reference", metavar="DATA", help="as scalelong evaluate has it; the training images by default")
     add("--report_to", default="none", help="tensorboard, wandb, trackio... as accelerate knows them")
     add("--tracker_project_name", default="scalelong")
     add("--logging_dir", default="logs", help="inside --output_dir")
@@ -205,6 +210,8 @@ _AT_LEAST = {
     "sample_steps": 0,
     "num_samples": 1,
     "num_inference_steps": 1,
+    "eval_steps": 0,
+    "num_eval_images": 2,
     "checkpointing_steps": 1,
     "checkpoints_total_limit": 1,
     "max_grad_norm": 0,

@@ -18,6 +18,7 @@ _FREE = {
     *("output_dir", "logging_dir", "train_data_dir", "precomputed_dir", "cache_dir"),
     *("report_to", "tracker_project_name", "logging_steps", "validation_steps", "sample_steps", "num_samples"),
     *("num_inference_steps", "validation_prompts", "guidance_scale"),
+    *("eval_steps", "num_eval_images", "eval_metric", "eval_features", "eval_reference"),
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),

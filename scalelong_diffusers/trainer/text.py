@@ -78,8 +78,13 @@ def grid_prompts(args: argparse.Namespace, data: TrainingData) -> list[str]:
     given = args.validation_prompts
     if given is not None:
         return [given[k % len(given)] for k in range(max(args.num_samples, len(given)))]
-    held_out = data.validation
-    return [held_out[k % held_out.num_samples].columns["captions"] for k in range(args.num_samples)]
+    captions = held_out_captions(data, args.num_samples)
+    return [captions[k % len(captions)] for k in range(args.num_samples)]
+
+
+def held_out_captions(data: TrainingData, limit: int | None = None) -> list[str]:
+    """A caption of each image that is held out, or of the first ones."""
+    return [data.validation[k].columns["captions"] for k in range(data.validation.num_samples)[:limit]]
 
 
 def check_validation_prompts(prompts: Sequence[str] | None, tokenizer: CLIPTokenizer, limit: int):

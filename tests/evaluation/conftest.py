@@ -8,7 +8,6 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 from PIL import Image
-from transformers import ViTConfig, ViTImageProcessorPil, ViTModel
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
 from scalelong_diffusers.cli import main
@@ -16,28 +15,6 @@ from scalelong_diffusers.evaluation import load_features
 
 
 datasets.disable_progress_bars()
-
-
-def _make_network(folder, **config):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    ViTModel(ViTConfig(image_size=8, patch_size=4, initializer_range=0.5, **{**sizes, **config})).save_pretrained(
-        folder
-    )
-    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def network(tmp_path_factory):
-    """A folder with a ViT of 16 features and its image processor."""
-    return _make_network(tmp_path_factory.mktemp("networks") / "tiny-vit")
-
-
-@pytest.fixture
-def make_network():
-    """`make_network(folder, **config)`: another one."""
-    return _make_network
 
 
 @pytest.fixture(scope="session")

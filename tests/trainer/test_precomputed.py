@@ -284,7 +284,7 @@ def test_what_was_not_precomputed_is_refused(precompute):
         open_features(folder, random_flip=False)
 
 
-def test_scripts_refuse_in_one_sentence(refused, features, encoders, vae, tmp_path):
+def test_scripts_refuse_in_one_sentence(refused, features, encoders, vae, network, tmp_path):
     settings = {**IMAGES, "precomputed_dir": features, "model_config_name_or_path": encoders / "model"}
     other = refused(**settings, pretrained_vae_model_name_or_path=encoders / "vae1")
     assert f"were made by the autoencoder {encoders / 'vae0'} (weights" in other
@@ -292,6 +292,8 @@ def test_scripts_refuse_in_one_sentence(refused, features, encoders, vae, tmp_pa
     assert f"give --pretrained_vae_model_name_or_path {encoders / 'vae0'}" in refused(**settings)
     assert "there is no index.json in" in refused(**settings | {"precomputed_dir": tmp_path}, **vae)
     assert "are both given; train on one of them" in refused(**settings, **vae, train_data_dir="pictures")
+    evaluated = {"eval_steps": 2, "eval_features": network}
+    assert "which --precomputed_dir does not have: give --eval_reference" in refused(**settings, **vae, **evaluated)
 
 
 def test_another_text_encoder_is_refused(features, encoders):

@@ -56,7 +56,10 @@ def test_two_processes_learn_what_one_does(train, launch, shards, metrics_of, tm
         assert line.get("validation_loss") == pytest.approx(wanted.get("validation_loss"), abs=1e-5)
 
 
-def test_refused_in_one_sentence(refused, shards):
+def test_refused_in_one_sentence(refused, shards, network):
     assert "streaming needs a data set to read: dataset_name or train_data_dir" in refused(streaming=True)
+    assert "which --streaming does not have: give --eval_reference" in refused(
+        **shards, eval_steps=2, eval_features=network
+    )
     other = refused(**shards | {"train_data_dir": shards["train_data_dir"] / "none"})
     assert "train_data_dir: there is no folder" in other

@@ -1,0 +1,110 @@
+"""FID and KID of what a run's averaged weights make, every so many steps."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from scalelong_diffusers.data import DataSettings, TrainingData
+from scalelong_diffusers.data.images import with_channels
+from scalelong_diffusers.evaluation.evaluate import (
+    check_features,
+    evaluate_images,
+    reference_statistics,
+    with_progress,
+)
+from scalelong_diffusers.evaluation.features import FeatureExtractor, load_features
+from scalelong_diffusers.evaluation.metrics import check_kept, check_metrics, too_small
+from scalelong_diffusers.evaluation.packages import MissingPackage
+from scalelong_diffusers.evaluation.reference import (
+    Reference,
+    check_reference,
+    default_cache_dir,
+    is_statistics,
+    open_reference,
+)
+from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.trainer.loop import TrainingLoop
+
+
+MakeImages = Callable[[Sequence[int]], list[Image.Image]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleEvaluation:
+    """How far the first `num_images` samples are from the reference. Sample k depends on the seed and on k alone."""
+
+    reference: FeatureStatistics
+    features: FeatureExtractor
+    metrics: tuple[str, ...]
+    num_images: int
+    batch_size: int
+    seed: int
+
+    @classmethod
+    def from_arguments(
+        cls, args: argparse.Namespace, accelerator: Accelerator, data: TrainingData
+    ) -> "SampleEvaluation | None":
+        """None without `--eval_steps`. What it needs is had before the first step, and what can not be had is said."""
+        if not args.eval_steps:
+            return None
+        try:
+            metrics = tuple(args.eval_metric.split(","))
+            check_metrics(metrics)
+            features = load_features(args.eval_features, accelerator.device)
+        except MissingPackage as error:
+            raise ValueError(str(error)) from error
+        reference = _reference_statistics(args, data, features)
+        check_features(reference, features)
+        check_kept(metrics, reference)
+        for warning in too_small(metrics, args.num_eval_images, features.num_features):
+            accelerator.print(f"warning: --num_eval_images: {warning}")
+        return cls(reference, features, metrics, args.num_eval_images, args.train_batch_size, args.seed)
+
+    def figures(self, loop: TrainingLoop, make_images: MakeImages) -> dict[str, float]:
+        """`make_images` is given numbers of samples. All processes call this, and each makes a share."""
+        with loop.evaluating():
+            batches = self._batches(make_images, loop.accelerator)
+            batches = with_progress(batches, self.num_images, self.batch_size, "FID of the samples")
+            result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
+        return {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
+
+    def _batches(self, make_images: MakeImages, accelerator: Accelerator) -> Iterator[torch.Tensor]:
+        step = accelerator.num_processes * self.batch_size
+        for start in range(accelerator.process_index * self.batch_size, self.num_images, step):
+            images = make_images(range(start, min(start + self.batch_size, self.num_images)))
+            pixels = np.stack([np.asarray(with_channels(image, 3)) for image in images])
+            yield torch.from_numpy(pixels).permute(0, 3, 1, 2)
+
+
+def _reference_statistics(
+    args: argparse.Namespace, data: TrainingData, features: FeatureExtractor
+) -> FeatureStatistics:
+    """Of `--eval_reference`, or of all training images."""
+    if args.eval_reference is None:
+        reference = _training_images(args, data)
+    elif is_statistics(args.eval_reference):
+        return FeatureStatistics.load(args.eval_reference)
+    else:
+        check_reference(args.eval_reference)
+        reference = open_reference(args.eval_reference, args.resolution, min(data.channels, 3))
+    return reference_statistics(reference, features, default_cache_dir())[0]
+
+
+def _training_images(args: argparse.Namespace, data: TrainingData) -> Reference:
+    settings = DataSettings.from_arguments(args)
+    for flag in ("precomputed_dir", "streaming"):
+        if getattr(settings, flag):
+            raise ValueError(
+                f"--eval_steps compares with all images, which --{flag} does not have: give --eval_reference"
+            )
+    rows = data.train.rows
+    transform = dataclasses.replace(
+        rows.transform, channels=min(data.channels, 3), center_crop=True, random_flip=False
+    )
+    skip_bad = settings.on_bad_image == "skip"
+    return Reference(rows.source, "train", transform, skip_bad, settings.dataloader_num_workers)

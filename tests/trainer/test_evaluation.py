@@ -1,0 +1,136 @@
+"""FID and KID of a run's samples: the figures of the pipeline that it saves, and what is refused before it starts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from scalelong_diffusers import (
+    ScaleLongClassConditionalPipeline,
+    ScaleLongTextToImagePipeline,
+    ScaleLongUnconditionalPipeline,
+)
+from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.evaluation import evaluate_images, load_features, open_reference, reference_statistics
+from scalelong_diffusers.randomness import generator_for
+from scalelong_diffusers.train import train_class_conditional, train_text_to_image
+from scalelong_diffusers.trainer import held_out_captions
+
+
+SHORT = {"max_train_steps": 4, "num_inference_steps": 2, "validation_steps": 0}
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """Where the statistics of references are kept."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def evaluation(network):
+    return {**SHORT, "eval_steps": 2, "num_eval_images": 10, "eval_features": network}
+
+
+def figures_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["fid"], line["kid"]) for line in lines if "fid" in line}
+
+
+def figures_of_pipeline(images, network, tmp_path):
+    """By the public functions alone."""
+    features = load_features(str(network))
+    reference = open_reference("shapes", 8, 3, num_shapes=30)
+    statistics, _ = reference_statistics(reference, features, tmp_path / "another home")
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
+    result = evaluate_images([pixels], statistics, features)
+    return result["fid"], result["kid"]
+
+
+def test_figures_are_those_of_the_pipeline_that_is_saved(train, evaluation, network, tmp_path):
+    folder = train(tmp_path / "run", **evaluation)
+    figures = figures_of(folder)
+    assert list(figures) == [2, 4]
+    assert figures[2] != figures[4]
+    pipe = ScaleLongUnconditionalPipeline.from_pretrained(folder)
+    images = pipe(10, num_inference_steps=2, generator=[generator_for(0, "sample", k) for k in range(10)]).images
+    assert figures[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
+
+
+def test_classes_are_taken_in_turn(train, evaluation, network, tmp_path):
+    model = {"model_config_name_or_path": None, "model_type": "unet"}
+    folder = train(tmp_path / "run", script=train_class_conditional, **model, **evaluation)
+    pipe = ScaleLongClassConditionalPipeline.from_pretrained(folder)
+    generators = [generator_for(0, "sample", k) for k in range(10)]
+    images = pipe(list(range(10)), num_inference_steps=2, guidance_scale=2.0, generator=generators).images
+    assert figures_of(folder)[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
+
+
+def test_a_model_of_text_draws_captions_that_were_held_out(train, evaluation, network, tmp_path):
+    model = {"model_config_name_or_path": None, "model_type": "uvit"}
+    folder = train(tmp_path / "run", script=train_text_to_image, **model, **evaluation)
+    settings = DataSettings(resolution=8, num_shapes=30, validation_size=3)
+    data = load_training_data(settings, channels=3, needs_labels=False, needs_captions=True, seed=0)
+    captions = held_out_captions(data)
+    assert len(captions) == 3
+    pipe = ScaleLongTextToImagePipeline.from_pretrained(folder)
+    prompts = [captions[k % 3] for k in range(10)]
+    generators = [generator_for(0, "sample", k) for k in range(10)]
+    images = pipe(prompts, num_inference_steps=2, guidance_scale=4.0, generator=generators).images
+    assert figures_of(folder)[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured(train, evaluation, assert_same_run, metrics_of, tmp_path):
+    def losses(folder):
+        return [(line["loss"], line["grad_norm"]) for line in metrics_of(folder)]
+
+    measured = train(tmp_path / "measured", **evaluation)
+    plain = train(tmp_path / "plain", **{**evaluation, "eval_steps": 0})
+    assert losses(measured) == losses(plain)
+
+
+def test_two_processes_share_the_images(train, launch, evaluation, home, tmp_path, monkeypatch):
+    alone = train(tmp_path / "alone", **evaluation)
+    monkeypatch.setenv("HF_HOME", str(home))
+    launched = launch(tmp_path / "two", processes=2, **{**evaluation, "train_batch_size": 2})
+    code, _, complaint = launched.wait()
+    assert code == 0, complaint
+    for step, figures in figures_of(alone).items():
+        assert figures_of(tmp_path / "two")[step] == pytest.approx(figures, rel=1e-2)
+
+
+def test_statistics_of_training_images_are_kept_and_taken_again(train, evaluation, home, tmp_path):
+    train(tmp_path / "run", **evaluation)
+    (file,) = (home / "scalelong" / "statistics").iterdir()
+    written = file.stat().st_mtime_ns
+    by_file = train(tmp_path / "by_file", **evaluation, eval_reference=file)
+    assert figures_of(by_file) == figures_of(tmp_path / "run")
+    by_name = train(tmp_path / "by_name", **evaluation, eval_reference="shapes")
+    assert figures_of(by_name) != figures_of(tmp_path / "run")  # of ten thousand shapes, not of thirty
+    assert file.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"eval_metric": "fit"}, "unknown metric 'fit' (did you mean 'fid'?); accepted: fid, kid"),
+        ({"eval_metric": ""}, "unknown metric ''; accepted: fid, kid"),
+        ({"num_eval_images": 1}, "--num_eval_images must be at least 2, got 1"),
+        ({"eval_steps": -1}, "--eval_steps must be at least 0, got -1"),
+        ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
+        ({"eval_reference": "no/such/folder"}, "no/such/folder: there is no such file or folder"),
+        ({"eval_reference": "gone.safetensors"}, "gone.safetensors"),
+    ],
+)
+def test_what_can_not_be_measured_is_said_before_the_first_step(refused, evaluation, changes, sentence):
+    assert sentence in refused(**{**evaluation, **changes})
+
+
+def test_statistics_of_another_network_are_refused(refused, evaluation, make_network, train, home, tmp_path):
+    train(tmp_path / "run", **evaluation)
+    (file,) = (home / "scalelong" / "statistics").iterdir()
+    other = make_network(tmp_path / "other", hidden_size=32)
+    sentence = refused(**{**evaluation, "eval_features": other, "eval_reference": file})
+    assert "16 of them" in sentence
+    assert "32 of them" in sentence
