@@ -1,0 +1,64 @@
+"""Constant scaling is an initialisation, a rate, an eps and a weight decay of a plain model's weights: part D of the
+convergence benchmark, where both are the same training."""
+
+import argparse
+import copy
+
+import pytest
+import torch
+
+from scalelong_diffusers import UViTModel, skip_connections
+
+
+ADAM = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.3, "eps": 1e-3}
+
+
+@pytest.fixture
+def without_factors(project_root, monkeypatch):
+    monkeypatch.syspath_prepend(str(project_root / "benchmarks"))
+    from without_factors import without_factors
+
+    def run(model, of_cs):
+        model = copy.deepcopy(model)
+        names = {"learning_rate": "lr", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}
+        adam = {name: ADAM[key] for name, key in names.items()} | dict(
+            zip(("adam_beta1", "adam_beta2"), ADAM["betas"])
+        )
+        optimizer = without_factors(model, argparse.Namespace(of_cs=of_cs, **adam))
+        assert all(skip.factor == 1 for skip in skip_connections(model))
+        return train(model, optimizer)
+
+    return run
+
+
+@pytest.fixture
+def scaled():
+    torch.manual_seed(0)
+    sizes = {"sample_size": 8, "patch_size": 2, "hidden_size": 16, "num_layers": 6, "num_attention_heads": 2}
+    return UViTModel(**sizes, skip_scaling={"method": "cs", "kappa": 0.6}).double()
+
+
+def train(model, optimizer):
+    """The losses of some steps."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(12):
+        images, target = torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
+        loss = (model(images, 10).sample - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_both_are_constant_scaling(without_factors, scaled):
+    losses = without_factors(scaled, "both")
+    assert losses == pytest.approx(train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM)), abs=1e-10)
+
+
+@pytest.mark.parametrize("of_cs", ["init", "rate"])
+def test_one_alone_is_not(without_factors, scaled, of_cs):
+    losses = without_factors(scaled, of_cs)
+    cs = train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM))
+    assert abs(losses[-1] - cs[-1]) > 1e-5
