@@ -8,10 +8,11 @@ be read by its position, whoever reads it and wherever a run was resumed.
 import hashlib
 import os
 import tarfile
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -36,6 +37,7 @@ from scalelong_diffusers.data.tables import (
 
 # Of row groups, which each lane has one of in memory: where they are large there are fewer lanes.
 _MEMORY = 2**30
+_ENDS_OF_LANES = 2  # row groups in memory beside those of the lanes, where a batch goes from one to the next
 _OPENED_AT_A_TIME = 16
 _UNREADABLE = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
 
@@ -66,12 +68,16 @@ class ShardTable:
         if not self._groups:
             raise ValueError(f"{where} has no images")
         self.group_starts = np.concatenate([[0], np.cumsum([file.groups[number][0] for file, number in self._groups])])
+        self._in_memory: OrderedDict[int, ImageTable] = OrderedDict()  # the one used last at the end
         self._schema = self._one_schema(where)
         self._find_columns(where)
         self.class_names = self.num_classes = None
         if needs_labels:
             self._count_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
         self.description = f"{where}, {len(self):,} images in {len(self._files):,} files"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_in_memory": OrderedDict()}  # a worker process reads what it needs
 
     def __len__(self) -> int:
         return int(self.group_starts[-1])
@@ -119,7 +125,12 @@ class ShardTable:
 
     def _locate(self, index: int) -> tuple[ImageTable, int]:
         group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
-        return _read_group(self, group), index - int(self.group_starts[group])
+        if group not in self._in_memory:
+            if len(self._in_memory) == self.lanes() + _ENDS_OF_LANES:
+                self._in_memory.popitem(last=False)  # before the next is read, which takes as much
+            self._in_memory[group] = self.read_group(group)
+        self._in_memory.move_to_end(group)
+        return self._in_memory[group], index - int(self.group_starts[group])
 
     def _one_schema(self, where: str) -> pa.Schema:
         first = self._files[0]
@@ -159,12 +170,6 @@ class ShardTable:
                 "before all is read; store it as datasets' ClassLabel"
             )
         return max(largest)
-
-
-# Row groups that are in memory. Those of as many lanes, since neighbouring positions are of all of them.
-@lru_cache(maxsize=MOST_LANES + 2)
-def _read_group(source: ShardTable, group: int) -> ImageTable:
-    return source.read_group(group)
 
 
 def _open(path: str) -> ShardFile:

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import pickle
 import tarfile
+import weakref
 
 import datasets
 import numpy as np
@@ -11,7 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from scalelong_diffusers.data import shards as shards_module
 from scalelong_diffusers.data.orders import GroupOrder, Groups
+from scalelong_diffusers.data.shards import ShardTable
 
 
 FEATURES = datasets.Features(
@@ -147,6 +151,25 @@ def test_a_batch_is_mixed_and_few_row_groups_are_open_at_a_time():
         opened += len(set(batch) - last)
         last = set(batch)
     assert opened <= 400 + 2 * 16  # each once, but for those at the ends of lanes
+
+
+def test_large_row_groups_are_few_in_memory(stream, monkeypatch):
+    """Those of the places that a batch is mixed from, and two more where it goes from one to the next."""
+    largest = max(size for file in stream().train.rows.source._files for _, size in file.groups)
+    monkeypatch.setattr(shards_module, "_MEMORY", 3 * largest)
+    read_group, in_memory, most = ShardTable.read_group, weakref.WeakSet(), []
+
+    def counted(table, group):
+        rows = read_group(table, group)
+        in_memory.add(rows)
+        most.append(len(in_memory))
+        return rows
+
+    monkeypatch.setattr(ShardTable, "read_group", counted)
+    data = stream()
+    read(data, 6, num_steps=24)
+    assert max(most) == 3 + 2
+    assert b"InMemoryTable" not in pickle.dumps(data.train.rows.source)  # none of them goes to a worker process
 
 
 def test_what_can_not_be_read_is_passed_over(stream, load, shards, png):
