@@ -130,15 +130,16 @@ def test_an_order_has_each_row_once(count, batch_size, lanes):
         assert sorted(order.row(epoch, place, 0) for place in range(count)) == list(range(1000, 1000 + count))
 
 
-def test_each_reader_reads_its_own_part():
-    """Of 400 row groups, 4 readers of a quarter of each batch read about a quarter each."""
+@pytest.mark.parametrize(("lanes", "readers", "reads"), [(16, 4, 400), (16, 16, 400), (16, 32, 800), (2, 4, 800)])
+def test_each_reader_reads_its_own_part(lanes, readers, reads):
+    """Of 400 row groups, where there are as many lanes as readers; otherwise those of a lane read the same ones."""
     groups = Groups(np.arange(0, 4000, 10), np.full(400, 10))
-    order = GroupOrder(groups, seed=0, lanes=16, batch_size=32)
-    readers = [set(), set(), set(), set()]
+    order = GroupOrder(groups, seed=0, lanes=lanes, batch_size=32)
+    read = [set() for _ in range(readers)]
     for place in range(4000):
-        readers[place % 32 // 8].add(order.row(0, place, 0) // 10)
-    assert set().union(*readers) == set(range(400))
-    assert all(len(reader) <= 100 + 4 for reader in readers)
+        read[place % 32 * readers // 32].add(order.row(0, place, 0) // 10)
+    assert set().union(*read) == set(range(400))
+    assert reads <= sum(map(len, read)) <= reads + 4 * 16  # but for those at the ends of lanes
 
 
 def test_a_batch_is_mixed_and_few_row_groups_are_open_at_a_time():
@@ -211,6 +212,22 @@ def test_fewer_row_groups_than_readers_are_said(stream, caplog):
         "the data set has 3 row groups, and 4 processes x workers read it: each row still comes once in an epoch, but "
         "several of them read the same row groups"
     )
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers", "accumulation", "said"),
+    [(1, 0, 4, False), (3, 1, 1, False), (2, 2, 1, True), (2, 1, 2, True)],
+)
+def test_more_readers_than_places_are_said(stream, caplog, monkeypatch, processes, workers, accumulation, said):
+    largest = max(size for file in stream().train.rows.source._files for _, size in file.groups)
+    monkeypatch.setattr(shards_module, "_MEMORY", 3 * largest)
+    with caplog.at_level(logging.WARNING):
+        stream().train.batches(4, num_processes=processes, num_workers=workers, accumulation=accumulation)
+    sentence = (
+        "a step is of 3 places of the data set, and 4 processes x workers x accumulations share it: each row still "
+        "comes once in an epoch, but several of them read the same row groups"
+    )
+    assert [record.message for record in caplog.records] == [sentence] * said
 
 
 @pytest.fixture
