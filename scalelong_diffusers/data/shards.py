@@ -11,6 +11,7 @@ import tarfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,9 @@ class ShardTable:
     def read_group(self, group: int) -> ImageTable:
         file, number = self._groups[group]
         where = f"row group {number} of {os.path.basename(file.path)}"
-        try:
+        with _errors_of(where, "used"):
             rows = datasets.Dataset(datasets.table.InMemoryTable(file.read(number, list(self._columns.values()))))
             return ImageTable(rows, where, self._settings, *self._needs, classes_of=self)
-        except _UNREADABLE as error:
-            raise BadShard(f"{where} can not be used: {one_line(error)}") from error
 
     def _locate(self, index: int) -> tuple[ImageTable, int]:
         group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
@@ -163,7 +162,10 @@ class ShardTable:
             )
 
     def _largest_label(self, where: str, column: str) -> int:
-        largest = [file.largest(column) for file in self._files]
+        largest = []
+        for file in self._files:
+            with _errors_of(os.path.basename(file.path), "read"):
+                largest.append(file.largest(column))
         if None in largest:
             raise ValueError(
                 f"the files of {where} do not say how many classes column {column!r} has, which streaming has to know "
@@ -173,10 +175,17 @@ class ShardTable:
 
 
 def _open(path: str) -> ShardFile:
-    try:
+    with _errors_of(os.path.basename(path), "read"):
         return open_shard_file(path)
+
+
+@contextmanager
+def _errors_of(where: str, done: str):
+    """What can be wrong with a file, in a sentence that names it."""
+    try:
+        yield
     except _UNREADABLE as error:
-        raise BadShard(f"{os.path.basename(path)} can not be read: {one_line(error)}") from error
+        raise BadShard(f"{where} can not be {done}: {one_line(error)}") from error
 
 
 def _described(schema: pa.Schema) -> str:

@@ -194,7 +194,8 @@ COLUMNS = {
         "row 1 of the folder saved has no caption: column 'text' is ['b', None] there",
     ),
     "an image is missing": (
-        {"image": "png and none"}, {}, "row 1 of the folder saved can not be read: it is empty; on_bad_image='skip'",
+        {"image": "png and none"}, {},
+        "row 1 of the folder saved can not be read: column 'image' is empty there; on_bad_image='skip'",
     ),
 }  # fmt: skip
 

@@ -238,11 +238,16 @@ def tars(tmp_path, png):
     for i in range(2):
         with tarfile.open(folder / f"{i}.tar", "w") as tar:
             for n in range(70 * i, 70 * i + 70):
-                for column, content in (("png", png((n, 0, 0))), ("cls", b"%d" % (n % 2)), ("txt", b"number %d" % n)):
-                    member = tarfile.TarInfo(f"some/folder.of/{n:04}.{column}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+                files = {"png": png((n, 0, 0)), "cls": b"%d" % (n % 2), "txt": b"number %d" % n}
+                add_sample(tar, f"some/folder.of/{n:04}", files)
     return folder
+
+
+def add_sample(tar, name, files):
+    for column, content in files.items():
+        member = tarfile.TarInfo(f"{name}.{column}")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
 
 
 def test_tar_files(load, tars):
@@ -258,6 +263,46 @@ def test_tar_files(load, tars):
             file.truncate(size)
         with pytest.raises(OSError, match=r"1\.tar can not be read: "):
             load(train_data_dir=tars, **needs)
+
+
+@pytest.fixture
+def load_samples(load, tmp_path):
+    """Loads a tar file of the samples that are given."""
+
+    def run(samples, **settings):
+        (tmp_path / "own").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / "own" / "a.tar", "w") as tar:
+            for number, files in enumerate(samples):
+                add_sample(tar, f"{number:04}", files)
+        return load(train_data_dir=tmp_path / "own", streaming=True, **settings)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"cls": b"cat"}, r"a\.tar can not be read: 0007\.cls in it starts with b'cat', and has to be a whole number"),
+        (
+            {"txt": b"caf\xe9"},
+            r"of a\.tar can not be used: 0007\.txt in it starts with b'caf\\xe9', and has to be text in UTF-8",
+        ),
+    ],
+)
+def test_a_file_of_a_sample_that_is_not_what_it_should_be_is_named(load_samples, png, files, sentence):
+    samples = [{"png": png(), "cls": b"1", "txt": b"a"} for _ in range(20)]
+    with pytest.raises(OSError, match=f"{sentence}$"):
+        load_samples([*samples[:7], samples[7] | files, *samples[8:]], needs_labels=True, needs_captions=True)
+
+
+def test_a_sample_without_an_image_like_the_first_is_one_that_can_not_be_read(load_samples, png):
+    samples = [{"png": png((number, 0, 0))} for number in range(20)]
+    samples[7] = {"jpg": png()}
+    sentence = r"row 7 of row group 0 of a\.tar can not be read: column 'png' is empty there"
+    with pytest.raises(ValueError, match=sentence):
+        list(load_samples(samples).train.batches(4, num_steps=5))
+    batches = list(load_samples(samples, on_bad_image="skip").train.batches(3, num_steps=6))
+    assert {name for batch in batches for name in batch.unreadable} == {"row 7 of row group 0 of a.tar"}
 
 
 class TestRefused:
@@ -293,6 +338,29 @@ def test_classes_that_are_numbers_are_counted_without_reading_them(load, tmp_pat
     write_parquet(tmp_path / "numbers" / "b.parquet", range(9, 18), png, features, label=lambda n: n % 7)
     data = load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
     assert (data.num_classes, data.class_names) == (7, None)
+
+
+def test_classes_of_files_and_row_groups_without_rows(load, tmp_path, png):
+    features = datasets.Features({**FEATURES, "label": datasets.Value("int32")})
+    write_parquet(tmp_path / "numbers" / "a.parquet", range(9), png, features, label=lambda n: n % 5)
+    table = pq.read_table(tmp_path / "numbers" / "a.parquet")
+    with pq.ParquetWriter(tmp_path / "numbers" / "b.parquet", table.schema):
+        pass
+    with pq.ParquetWriter(tmp_path / "numbers" / "c.parquet", table.schema) as writer:
+        writer.write_table(table[:0])
+        writer.write_table(table)
+    groups = [pq.ParquetFile(tmp_path / "numbers" / f"{name}.parquet").num_row_groups for name in "bc"]
+    assert groups == [0, 2]
+    data = load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
+    assert data.num_classes == 5
+    assert data.train.num_samples + data.validation.num_samples == 18
+
+
+def test_labels_that_are_all_missing(load, tmp_path, png):
+    features = datasets.Features({**FEATURES, "label": datasets.Value("int32")})
+    write_parquet(tmp_path / "numbers" / "a.parquet", range(9), png, features, label=lambda n: None)
+    with pytest.raises(OSError, match=r"row 0 of row group 0 of a\.parquet has no label in column 'label'"):
+        load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
 
 
 HUB = """
