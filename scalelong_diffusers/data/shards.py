@@ -9,7 +9,7 @@ import hashlib
 import os
 import tarfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
-from scalelong_diffusers.data.orders import MOST_LANES
+from scalelong_diffusers.data.orders import MOST_LANES, Groups
 from scalelong_diffusers.data.shard_files import ShardFile, open_shard_file
 from scalelong_diffusers.data.tables import (
     VALIDATION_SPLITS,
@@ -61,7 +61,6 @@ class ShardTable:
         classes_of: "ShardTable | None" = None,
     ):
         self._settings = settings
-        self._needs = (needs_labels, needs_captions)
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as threads:
             self._files = list(threads.map(_open, files))
         # The file and the number in it of each row group that has rows.
@@ -71,7 +70,9 @@ class ShardTable:
         self.group_starts = np.concatenate([[0], np.cumsum([file.groups[number][0] for file, number in self._groups])])
         self._in_memory: OrderedDict[int, ImageTable] = OrderedDict()  # the one used last at the end
         self._schema = self._one_schema(where)
-        self._find_columns(where)
+        kinds = ["image"] + ["label"] * needs_labels + ["caption"] * needs_captions
+        given = {kind: getattr(settings, f"{kind}_column") for kind in kinds}
+        self._columns = {kind: find_column(self._schema.names, kind, given[kind], where) for kind in kinds}
         self.class_names = self.num_classes = None
         if needs_labels:
             self._count_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
@@ -95,6 +96,15 @@ class ShardTable:
         table, row = self._locate(index)
         return table.captions(row)
 
+    def captions_alone(self, groups: Groups) -> Iterator[str]:
+        """All captions of all rows, without their images, which are most of what there is to read."""
+        for start, count in zip(groups.starts, groups.counts):
+            group = self._group_of(start)
+            table = self._table_of(group, ["caption"])
+            first = start - self.group_starts[group]
+            for row in range(first, first + count):
+                yield from table.captions(row)
+
     def name(self, index: int) -> str:
         table, row = self._locate(index)
         return table.name(row)
@@ -116,14 +126,26 @@ class ShardTable:
         return min(MOST_LANES, max(1, _MEMORY // max(1, largest)))
 
     def read_group(self, group: int) -> ImageTable:
+        return self._table_of(group, list(self._columns))
+
+    def _table_of(self, group: int, kinds: list[str]) -> ImageTable:
+        """The row group with some of the columns of `self._columns`; without that of images it has empty ones."""
         file, number = self._groups[group]
         where = f"row group {number} of {os.path.basename(file.path)}"
         with _errors_of(where, "used"):
-            rows = datasets.Dataset(datasets.table.InMemoryTable(file.read(number, list(self._columns.values()))))
-            return ImageTable(rows, where, self._settings, *self._needs, classes_of=self)
+            table = file.read(number, [self._columns[kind] for kind in kinds])
+            if "image" not in kinds:
+                image = self._schema.field(self._columns["image"])
+                table = table.append_column(image, pa.nulls(len(table), image.type))
+            rows = datasets.Dataset(datasets.table.InMemoryTable(table))
+            needs = ("label" in kinds, "caption" in kinds)
+            return ImageTable(rows, where, self._settings, *needs, classes_of=self)
+
+    def _group_of(self, index: int) -> int:
+        return int(np.searchsorted(self.group_starts, index, side="right")) - 1
 
     def _locate(self, index: int) -> tuple[ImageTable, int]:
-        group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
+        group = self._group_of(index)
         if group not in self._in_memory:
             if len(self._in_memory) == self.lanes() + _ENDS_OF_LANES:
                 self._in_memory.popitem(last=False)  # before the next is read, which takes as much
@@ -140,11 +162,6 @@ class ShardTable:
                     f"{os.path.basename(first.path)} has {_described(first.schema)}"
                 )
         return first.schema
-
-    def _find_columns(self, where: str):
-        kinds = ["image"] + ["label"] * self._needs[0] + ["caption"] * self._needs[1]
-        given = {kind: getattr(self._settings, f"{kind}_column") for kind in kinds}
-        self._columns = {kind: find_column(self._schema.names, kind, given[kind], where) for kind in kinds}
 
     def _count_classes(self, where: str, features: datasets.Features, classes_of: "ShardTable | None"):
         column = self._columns["label"]

@@ -95,6 +95,11 @@ class Stream(Dataset):
     def num_samples(self) -> int:
         return len(self.indices)
 
+    def captions(self) -> Iterator[str]:
+        """All of each row."""
+        for index in self.indices:
+            yield from self.rows.source.captions(int(index))
+
     def batches(
         self,
         batch_size: int,
@@ -187,6 +192,9 @@ class ShardStream(Stream):
     @property
     def num_samples(self) -> int:
         return self.groups.num_rows
+
+    def captions(self) -> Iterator[str]:
+        return self.rows.source.captions_alone(self.groups)
 
     def batches(
         self, batch_size: int, *, accumulation: int = 1, num_processes: int = 1, rank: int = 0, **others

@@ -15,6 +15,7 @@ import torch
 
 from scalelong_diffusers.data import shards as shards_module
 from scalelong_diffusers.data.orders import GroupOrder, Groups
+from scalelong_diffusers.data.shard_files import ParquetFile, TarFile
 from scalelong_diffusers.data.shards import ShardTable
 
 
@@ -303,6 +304,32 @@ def test_a_sample_without_an_image_like_the_first_is_one_that_can_not_be_read(lo
         list(load_samples(samples).train.batches(4, num_steps=5))
     batches = list(load_samples(samples, on_bad_image="skip").train.batches(3, num_steps=6))
     assert {name for batch in batches for name in batch.unreadable} == {"row 7 of row group 0 of a.tar"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_captions_are_read_without_images(load, shards, tars, monkeypatch, kind):
+    folder = shards if kind == "parquet" else tars
+    data = load(train_data_dir=folder, streaming=True, validation_size=3, needs_labels=True, needs_captions=True)
+    expected = [caption for index in data.train.indices for caption in data.train.rows.source.captions(index)]
+    columns = []
+    for file in (ParquetFile, TarFile):
+        read = file.read
+        monkeypatch.setattr(file, "read", lambda f, g, names, read=read: columns.append(names) or read(f, g, names))
+    assert list(data.train.captions()) == expected
+    assert len(columns) == len(data.train.groups.counts)
+    assert set(map(tuple, columns)) == {("text",) if kind == "parquet" else ("txt",)}
+
+
+def test_a_caption_that_is_missing_is_named_before_its_image_is_read(load, shards):
+    file = shards / "train-00002-of-00005.parquet"
+    table = pq.read_table(file)
+    text = table.schema.field("text")
+    table = table.set_column(2, text, pa.array([*table["text"].to_pylist()[:-1], " "], text.type))
+    pq.write_table(table, file, row_group_size=4)
+    data = load(train_data_dir=shards, streaming=True, needs_captions=True)
+    sentence = r"row 2 of row group 2 of train-00002-of-00005\.parquet has no caption: column 'text' is ' ' there"
+    with pytest.raises(OSError, match=sentence):
+        list(data.train.captions())
 
 
 class TestRefused:
