@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from scalelong_diffusers.data import BadImage, TrainingData
@@ -18,6 +17,7 @@ from scalelong_diffusers.data.features import (
     FORMAT_VERSION,
     INDEX_FILE,
     read_index,
+    save_empty_caption,
     save_shard,
     shard_is_whole,
     shard_path,
@@ -134,7 +134,7 @@ class FeatureWriter:
         return [shard for shard in self.shards(rank, num_processes) if not shard_is_whole(shard.file)]
 
     def write_empty_caption(self, states: torch.Tensor):
-        write_whole(self.folder / EMPTY_CAPTION_FILE, lambda file: save_file({"text_features": states}, file))
+        write_whole(self.folder / EMPTY_CAPTION_FILE, lambda file: save_empty_caption(file, states))
 
     def finish(self) -> int:
         """Say that all is there, and return how many bytes that is; call it in one process."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.data.features import save_shard, shard_is_whole
 from scalelong_diffusers.text.encoding import CaptionEncoder
 from scalelong_diffusers.text.small_clip import build_small_clip
 from scalelong_diffusers.train import (
@@ -326,7 +327,7 @@ def test_broken_folders_are_refused(damaged):
         open_features(damaged)
     index = json.loads((damaged / "index.json").read_text())
     (damaged / "index.json").write_text(json.dumps({**index, "format_version": 7}))
-    with pytest.raises(ValueError, match="has format_version 7, and 1 can be read"):
+    with pytest.raises(ValueError, match="has format_version 7, and 2 can be read"):
         open_features(damaged)
 
 
@@ -343,6 +344,39 @@ def test_a_byte_that_is_not_what_was_written_ends_the_run(train, damaged, encode
     ) as stopped:
         train(tmp_path / "run", **settings)
     assert stopped.value.exit_code == 2
+
+
+def test_any_bit_that_is_not_what_was_written_is_seen(tmp_path):
+    """Also one of a class, of a caption or of the header."""
+    columns = {
+        "moments": torch.randn(3, 2, 1, 1),
+        "labels": torch.tensor([0, 1, 2]),
+        "text_features": torch.randn(4, 1, 2),
+    }
+    whole, shard = tmp_path / "whole.safetensors", tmp_path / "shard.safetensors"
+    save_shard(whole, columns, [["a"], ["b", "c"], ["d"]], {1: "it is no image"})
+    assert shard_is_whole(whole)
+    content = whole.read_bytes()
+    for place, byte in enumerate(content):
+        shard.write_bytes(content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :])
+        assert not shard_is_whole(shard), (place, content[max(0, place - 20) : place + 20])
+
+
+@pytest.mark.parametrize("part", ["labels", "captions", "empty caption"])
+def test_what_is_not_what_was_written_is_named_and_made_anew(precompute, damaged, part):
+    file = damaged / ("empty_caption.safetensors" if part == "empty caption" else "train-00001.safetensors")
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    if part == "captions":
+        content[content.index(b'"captions":"[[') + len(b'"captions":"[')] ^= 1  # no valid JSON any longer
+    else:
+        name = "labels" if part == "labels" else "text_features"
+        content[header + json.loads(content[8:header])[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file.name} is not what was written: run the same precompute_latents"):
+        list(open_features(damaged, needs_labels=True).train.batches(9, num_steps=3))
+    precompute(damaged)
+    list(open_features(damaged, needs_labels=True).train.batches(9, num_steps=3))
 
 
 def test_precomputing_refuses(precompute, features, encoders, capsys, tmp_path):
