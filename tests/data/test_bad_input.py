@@ -114,7 +114,7 @@ def test_metadata_of_missing_files(load, image_folder):
     folder = image_folder(["a.png"])
     lines = [f'{{"file_name": "{name}.png", "text": "a"}}\n' for name in "abc"]
     (folder / "metadata.jsonl").write_text("".join(lines))
-    with pytest.raises(BadImage, match=r"[bc]\.png can not be read: there is no such file; on_bad_image='skip' takes"):
+    with pytest.raises(BadImage, match=r"[bc]\.png can not be read: there is no such file; on_bad_image='skip'"):
         load(train_data_dir=folder)
 
 
@@ -254,7 +254,7 @@ class TestBadImages:
             load(train_data_dir=half_broken)
         assert re.fullmatch(
             rf"{re.escape(str(half_broken))}/\d[02468]\.png can not be read: it is no image that Pillow knows; "
-            "on_bad_image='skip' takes another image in its place",
+            "on_bad_image='skip' leaves it out",
             str(caught.value),
         )
 
@@ -267,7 +267,7 @@ class TestBadImages:
         with pytest.raises(BadImage) as caught:
             for _ in data.train.batches(4, num_steps=6, num_workers=num_workers):
                 pass
-        advice = "on_bad_image='skip' takes another image in its place"
+        advice = "on_bad_image='skip' leaves it out"
         assert str(caught.value) == f"{broken} can not be read: it is no image that Pillow knows; {advice}"
 
     @pytest.mark.parametrize("num_workers", [0, 2])

@@ -395,6 +395,29 @@ def test_precomputing_refuses(precompute, features, encoders, capsys, tmp_path):
         precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
 
 
+@pytest.fixture
+def sixty_images(tmp_path):
+    """Of which the thirteenth can not be read, and is none of those that are looked at before encoding begins."""
+    (tmp_path / "images").mkdir()
+    for number in range(60):
+        Image.new("RGB", (16, 16), (4 * number, 80, 0)).save(tmp_path / "images" / f"{number:02}.png")
+    (tmp_path / "images" / "12.png").write_bytes(b"\x89PNG nothing")
+    images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
+    return {**images, "pretrained_text_encoder_name_or_path": None, "with_labels": False}
+
+
+def test_features_are_not_lost_at_an_image_that_can_not_be_read(precompute, sixty_images, tmp_path):
+    folder = tmp_path / "features"
+    with pytest.raises(TrainingStopped, match=r"12\.png can not be read: .*; on_bad_image='skip' leaves it out$"):
+        precompute(folder, **sixty_images)
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}
+    assert len(before) == 1
+    precompute(folder, **sixty_images, on_bad_image="skip")
+    assert before.items() <= {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}.items()
+    batches = open_features(folder, needs_captions=False, on_bad_image="skip").train.batches(9, num_steps=6)
+    assert [name for batch in batches for name in batch.unreadable] == [f"row 12 of the train split of {folder}"]
+
+
 def test_finished_features_are_kept_as_they_are(precompute, features):
     before = {file.name: file.stat().st_mtime_ns for file in features.glob("train-*")}
     precompute(features)
