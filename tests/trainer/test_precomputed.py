@@ -418,6 +418,21 @@ def test_features_are_not_lost_at_an_image_that_can_not_be_read(precompute, sixt
     assert [name for batch in batches for name in batch.unreadable] == [f"row 12 of the train split of {folder}"]
 
 
+def test_an_image_that_another_process_can_not_read_is_named_once(
+    launch_script, flags_of_precomputing, sixty_images, tmp_path
+):
+    arguments = flags_of_precomputing(tmp_path / "features", **sixty_images)
+    code, _, errors = launch_script([SCRIPT, *arguments], processes=2).wait()
+    assert code != 0
+    named = [line for line in errors.splitlines() if "12.png can not be read" in line]
+    assert len(named) == 1
+    assert named[0].startswith("precompute_latents: ")
+    assert named[0].endswith("on_bad_image='skip' leaves it out")
+    assert "Connection closed" not in errors
+    # The first turn of both is over; the other process did not go on alone.
+    assert {file.name for file in (tmp_path / "features").glob("train-*")} == {"train-00000.safetensors"}
+
+
 def test_finished_features_are_kept_as_they_are(precompute, features):
     before = {file.name: file.stat().st_mtime_ns for file in features.glob("train-*")}
     precompute(features)
