@@ -12,6 +12,7 @@ The same command goes on where it was killed.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from scalelong_diffusers.data.features import transform_of
 from scalelong_diffusers.text.encoding import hidden_states, max_tokens, tokenize
 from scalelong_diffusers.trainer import check_processes, load_vae, mistakes_as_sentences, run_script
 from scalelong_diffusers.trainer.latents import moments_of, text_encoder_checksum, weights_checksum
-from scalelong_diffusers.trainer.loop import on_main_process
-from scalelong_diffusers.trainer.precomputing import FeatureWriter
+from scalelong_diffusers.trainer.loop import on_every_process, on_main_process
+from scalelong_diffusers.trainer.precomputing import FeatureWriter, ShardToWrite
 from scalelong_diffusers.trainer.text import TextEncoder, load_named_text_encoder
 
 
@@ -96,13 +97,17 @@ def write(
         others = {name: batch[name] for name in batch.columns if name != "pixel_values"}
         return others | {name: column.to("cpu", dtype) for name, column in columns.items()}
 
+    def write_shard(shard: ShardToWrite | None):
+        if shard is not None and not shard.is_whole():
+            shard.write([encode(batch) for batch in shard.batches(args.batch_size, args.dataloader_num_workers)])
+
     on_main_process(accelerator, writer.begin)
     if text is not None:
         on_main_process(accelerator, lambda: writer.write_empty_caption(states_of([""], text)[0].to("cpu", dtype)))
-    shards = writer.missing(accelerator.process_index, accelerator.num_processes)
-    for shard in tqdm(shards, desc="shards", disable=not accelerator.is_local_main_process):
-        shard.write([encode(batch) for batch in shard.batches(args.batch_size, args.dataloader_num_workers)])
-    accelerator.wait_for_everyone()
+    # In turns: what one process can not encode ends all of them then, and not when the others are through.
+    turns = writer.turns(accelerator.process_index, accelerator.num_processes)
+    for shard in tqdm(turns, desc="shards", disable=not accelerator.is_local_main_process):
+        on_every_process(accelerator, partial(write_shard, shard))
     size = on_main_process(accelerator, writer.finish)
     accelerator.print(f"{writer.images['description']}: {size / 2**20:,.1f} MiB of features in {args.output_dir}")
 

@@ -41,7 +41,8 @@ class DataSettings:
         center_crop: cut at the centre, or at a random place.
         random_flip: mirror half of the images.
         image_interpolation_mode: how an image is scaled: lanczos, bicubic, bilinear, hamming or box.
-        on_bad_image: what an image that can not be read does: "error" ends the run, "skip" takes another one.
+        on_bad_image: what an image that can not be read does: "error" ends the run, "skip" leaves it out
+            (training takes another one in its place).
         dataloader_num_workers: processes that read images; none reads them in the process that trains.
         num_shapes: the size of the built-in set.
         precomputed_dir: a folder of features that `precompute_latents.py` wrote, in place of a data set.
@@ -128,6 +129,6 @@ def add_data_arguments(parser: argparse.ArgumentParser, without: Collection[str]
     add("center_crop", "cut at the centre, not at a random place", action=argparse.BooleanOptionalAction)
     add("random_flip", "mirror half of the images", action=argparse.BooleanOptionalAction)
     add("image_interpolation_mode", "how images are scaled", choices=list(INTERPOLATION_MODES))
-    add("on_bad_image", "end at an image that can not be read, or take another one", choices=BAD_IMAGE_CHOICES)
+    add("on_bad_image", "end at an image that can not be read, or leave it out", choices=BAD_IMAGE_CHOICES)
     add("dataloader_num_workers", "processes that read images", type=int)
     add("num_shapes", "the size of the built-in set", type=int)

@@ -24,7 +24,7 @@ from scalelong_diffusers.data.draws import Draws
 from scalelong_diffusers.data.images import BadImage, Transform
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_FILE = "index.json"
 EMPTY_CAPTION_FILE = "empty_caption.safetensors"
 AGAIN = "run the same precompute_latents.py command again"
@@ -33,6 +33,9 @@ AGAIN = "run the same precompute_latents.py command again"
 _OF_IMAGES = ("moments", "mirrored_moments")
 _OF_CAPTIONS = ("text_features",)
 _CHECKSUMS = ".crc32"
+# Of all else that a file holds; it is read when the file is opened.
+_CHECKSUM_OF_REST = "crc32"
+_UNREADABLE = (SafetensorError, OSError, KeyError)
 
 
 class Features:
@@ -159,10 +162,12 @@ class Shard:
     def __init__(self, file: Path):
         self.file = file
         self._handle = safe_open(file, "pt")
-        about = self._handle.metadata()
+        about = self._handle.metadata() or {}
         large = {*_OF_IMAGES, *_OF_CAPTIONS}
         self.whole = {name: self._handle.get_tensor(name) for name in self._handle.keys() if name not in large}  # noqa: SIM118
         self._columns = {name: self._handle.get_slice(name) for name in self._handle.keys() if name in large}  # noqa: SIM118
+        if about[_CHECKSUM_OF_REST] != _checksum_of_rest(self.whole, about):
+            raise BadImage(f"{file} is not what was written: {AGAIN}")
         self.unreadable = {int(row): reason for row, reason in json.loads(about["unreadable"]).items()}
         self.captions = json.loads(about["captions"])
         self.first_caption = [0]
@@ -170,10 +175,10 @@ class Shard:
             self.first_caption.append(self.first_caption[-1] + len(captions))
 
     def entry(self, column: str, number: int) -> torch.Tensor:
-        stored = self._columns[column][number : number + 1]
-        if checksum_of(stored) != int(self.whole[column + _CHECKSUMS][number]):
+        stored = self._columns[column][number : number + 1][0]
+        if _checksum_of(stored) != int(self.whole[column + _CHECKSUMS][number]):
             raise BadImage(f"entry {number} of {column} in {self.file} is not what was written: {AGAIN}")
-        return stored[0].float()
+        return stored.float()
 
     def check(self):
         """Read all of it."""
@@ -186,16 +191,25 @@ class Shard:
 def open_shard(file: Path) -> Shard:
     try:
         return Shard(file)
-    except (SafetensorError, OSError, KeyError) as error:
+    except _UNREADABLE as error:
         raise BadImage(f"{file} can not be read ({' '.join(str(error).split())}): {AGAIN}") from error
 
 
 def _read_empty_caption(folder: Path) -> torch.Tensor:
     file = folder / EMPTY_CAPTION_FILE
     try:
-        return load_file(file)["text_features"].float()
-    except (SafetensorError, OSError, KeyError) as error:
+        columns = load_file(file)
+        states, checksum = columns["text_features"], columns["text_features" + _CHECKSUMS]
+    except _UNREADABLE as error:
         raise ValueError(f"{file} can not be read ({' '.join(str(error).split())}): {AGAIN}") from error
+    if checksum.tolist() != [_checksum_of(states)]:
+        raise ValueError(f"{file} is not what was written: {AGAIN}")
+    return states.float()
+
+
+def save_empty_caption(file: Path, states: torch.Tensor):
+    checksum = torch.tensor([_checksum_of(states)])
+    save_file({"text_features": states, "text_features" + _CHECKSUMS: checksum}, file)
 
 
 def shard_is_whole(file: Path) -> bool:
@@ -209,20 +223,27 @@ def shard_is_whole(file: Path) -> bool:
 
 
 def save_shard(file: Path, columns: dict[str, torch.Tensor], captions: list[list[str]], unreadable: dict[int, str]):
-    checksums = {
-        name + _CHECKSUMS: torch.tensor([checksum_of(entry) for entry in column])
-        for name, column in columns.items()
-        if name in _OF_IMAGES + _OF_CAPTIONS
-    }
+    large = {name: column for name, column in columns.items() if name in _OF_IMAGES + _OF_CAPTIONS}
+    whole = {name: column for name, column in columns.items() if name not in large}
+    for name, column in large.items():
+        whole[name + _CHECKSUMS] = torch.tensor([_checksum_of(entry) for entry in column])
     about = {"captions": json.dumps(captions), "unreadable": json.dumps(unreadable)}
+    about[_CHECKSUM_OF_REST] = _checksum_of_rest(whole, about)
     try:
-        save_file({**columns, **checksums}, file, about)
+        save_file({**large, **whole}, file, about)
     except SafetensorError as error:  # a disk that is full, among others
         raise OSError(f"{file} can not be written: {error}") from error
 
 
-def checksum_of(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy())
+def _checksum_of(tensor: torch.Tensor) -> int:
+    """Of its type and shape, too: the same bytes may be other numbers."""
+    kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), zlib.crc32(kind))
+
+
+def _checksum_of_rest(whole: dict[str, torch.Tensor], about: dict[str, str]) -> str:
+    columns = sorted((name, _checksum_of(column)) for name, column in whole.items())
+    return str(zlib.crc32(repr((columns, about["captions"], about["unreadable"])).encode()))
 
 
 def shard_path(folder: Path, split: str, number: int) -> Path:

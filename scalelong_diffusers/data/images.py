@@ -24,7 +24,7 @@ class BadImage(ValueError):
     """An image that can not be used, in a sentence that names it."""
 
     def with_advice(self) -> "BadImage":
-        return BadImage(f"{self}; on_bad_image='skip' takes another image in its place")
+        return BadImage(f"{self}; on_bad_image='skip' leaves it out")
 
 
 def read_image(file: str | bytes) -> Image.Image:

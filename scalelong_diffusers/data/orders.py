@@ -37,7 +37,8 @@ class GroupOrder:
     Which row has which place in an epoch: row groups come in a new order, and so do the rows of each.
 
     The sequence of them is cut into lanes. A batch has neighbouring places of each lane, and the same part of a batch
-    is of the same lanes in each step: so who reads a part of every batch reads a part of the data set.
+    is of the same lanes in each step: so who reads a part of every batch reads a part of the data set, unless it is
+    less than a lane's.
 
     Args:
         lanes: from how many places of the sequence a batch is put together, at most.
@@ -58,12 +59,19 @@ class GroupOrder:
         rows = _order_of_rows(self.seed, epoch, group, int(self.groups.counts[group]))
         return int(self.groups.starts[group]) + int(rows[number - int(starts[turn])])
 
+    def num_lanes(self) -> int:
+        return -(-self.batch_size // self._width)
+
+    @property
+    def _width(self) -> int:
+        """How many places of a batch are of one lane."""
+        return -(-self.batch_size // self.lanes)
+
     def _in_sequence(self, place: int) -> int:
         steps, rest = divmod(self.groups.num_rows, self.batch_size)
         step, slot = divmod(place, self.batch_size)
-        width = -(-self.batch_size // self.lanes)
-        lane_start = slot // width * width
-        width = min(width, self.batch_size - lane_start)
+        lane_start = slot // self._width * self._width
+        width = min(self._width, self.batch_size - lane_start)
         return lane_start * steps + min(lane_start, rest) + step * width + slot - lane_start
 
 

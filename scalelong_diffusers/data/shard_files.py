@@ -24,7 +24,7 @@ class ShardFile(Protocol):
     def read(self, group: int, columns: list[str]) -> pa.Table: ...
 
     def largest(self, column: str) -> int | None:
-        """The largest number of a column, where it is known without reading all of it."""
+        """The largest number of a column, -1 where it has none; None where that is not known without reading it."""
 
     def identity(self) -> str: ...
 
@@ -53,10 +53,11 @@ class ParquetFile:
         for group in map(self._footer.row_group, range(self._footer.num_row_groups)):
             chunks = map(group.column, range(group.num_columns))
             statistics = next(chunk.statistics for chunk in chunks if chunk.path_in_schema == column)
-            if statistics is None or not statistics.has_min_max:
+            if statistics is not None and statistics.has_min_max:
+                found.append(statistics.max)
+            elif group.num_rows and (statistics is None or statistics.null_count != group.num_rows):
                 return None
-            found.append(statistics.max)
-        return max(found)
+        return max(found, default=-1)
 
     def identity(self) -> str:
         return f"{os.path.basename(self.path)} {self._footer.serialized_size} {self.groups}"
@@ -71,6 +72,7 @@ class TarFile:
     def __init__(self, path: str):
         self.path = path
         self._samples: list[dict[str, tuple[int, int]]] = []
+        self._names: list[str] = []
         name = None
         with tarfile.open(path, "r:") as tar:
             for member in filter(tarfile.TarInfo.isfile, tar):
@@ -78,6 +80,7 @@ class TarFile:
                 sample = (PurePosixPath(member.name).parent, stem)
                 if sample != name:
                     self._samples.append({})
+                    self._names.append(stem)
                     name = sample
                 self._samples[-1][column.lower()] = (member.offset_data, member.size)
             _check_end(tar)
@@ -91,18 +94,38 @@ class TarFile:
 
     def read(self, group: int, columns: list[str]) -> pa.Table:
         start = group * _SAMPLES_IN_A_GROUP
-        return self._table(self._samples[start : start + _SAMPLES_IN_A_GROUP], columns)
+        return self._table(range(start, start + self.groups[group][0]), columns)
 
     def largest(self, column: str) -> int:
-        return max(label for label in self._table(self._samples, [column])[column].to_pylist() if label is not None)
+        labels = self._table(range(len(self._samples)), [column])[column].to_pylist()
+        return max((label for label in labels if label is not None), default=-1)
 
     def identity(self) -> str:
         return f"{os.path.basename(self.path)} {self._samples}"
 
-    def _table(self, samples: list[dict[str, tuple[int, int]]], columns: list[str]) -> pa.Table:
+    def _table(self, samples: range, columns: list[str]) -> pa.Table:
         with open(self.path, "rb") as file:
-            read = {name: [_read(file, name, sample.get(name)) for sample in samples] for name in columns}
-        return pa.table(read, schema=pa.schema([self.schema.field(name) for name in columns]))
+            read = {column: [self._read(file, sample, column) for sample in samples] for column in columns}
+        return pa.table(read, schema=pa.schema([self.schema.field(column) for column in columns]))
+
+    def _read(self, file: BinaryIO, sample: int, column: str) -> bytes | int | str | None:
+        if column not in self._samples[sample]:
+            return None
+        offset, size = self._samples[sample][column]
+        file.seek(offset)
+        content = file.read(size)
+        if len(content) != size:
+            raise ValueError(f"it breaks off after {file.tell():,} bytes")
+        kind = _type_of(column)
+        if kind == pa.binary():
+            return content
+        try:
+            return int(content) if kind == pa.int64() else content.decode()
+        except ValueError as error:
+            wanted = "a whole number" if kind == pa.int64() else "text in UTF-8"
+            raise ValueError(
+                f"{self._names[sample]}.{column} in it starts with {content[:20]!r}, and has to be {wanted}"
+            ) from error
 
 
 def _check_end(tar: tarfile.TarFile):
@@ -117,20 +140,6 @@ def _type_of(column: str) -> pa.DataType:
     if f".{column}" in Image.registered_extensions():
         return pa.binary()
     return pa.int64() if column == "cls" else pa.string()
-
-
-def _read(file: BinaryIO, column: str, place: tuple[int, int] | None) -> bytes | int | str | None:
-    if place is None:
-        return None
-    offset, size = place
-    file.seek(offset)
-    content = file.read(size)
-    if len(content) != size:
-        raise ValueError(f"it breaks off after {file.tell():,} bytes")
-    kind = _type_of(column)
-    if kind == pa.binary():
-        return content
-    return int(content) if kind == pa.int64() else content.decode()
 
 
 def open_shard_file(path: str) -> ShardFile:

@@ -8,10 +8,12 @@ be read by its position, whoever reads it and wherever a run was resumed.
 import hashlib
 import os
 import tarfile
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -21,7 +23,7 @@ from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
-from scalelong_diffusers.data.orders import MOST_LANES
+from scalelong_diffusers.data.orders import MOST_LANES, Groups
 from scalelong_diffusers.data.shard_files import ShardFile, open_shard_file
 from scalelong_diffusers.data.tables import (
     VALIDATION_SPLITS,
@@ -36,6 +38,7 @@ from scalelong_diffusers.data.tables import (
 
 # Of row groups, which each lane has one of in memory: where they are large there are fewer lanes.
 _MEMORY = 2**30
+_ENDS_OF_LANES = 2  # row groups in memory beside those of the lanes, where a batch goes from one to the next
 _OPENED_AT_A_TIME = 16
 _UNREADABLE = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
 
@@ -58,7 +61,6 @@ class ShardTable:
         classes_of: "ShardTable | None" = None,
     ):
         self._settings = settings
-        self._needs = (needs_labels, needs_captions)
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as threads:
             self._files = list(threads.map(_open, files))
         # The file and the number in it of each row group that has rows.
@@ -66,12 +68,18 @@ class ShardTable:
         if not self._groups:
             raise ValueError(f"{where} has no images")
         self.group_starts = np.concatenate([[0], np.cumsum([file.groups[number][0] for file, number in self._groups])])
+        self._in_memory: OrderedDict[int, ImageTable] = OrderedDict()  # the one used last at the end
         self._schema = self._one_schema(where)
-        self._find_columns(where)
+        kinds = ["image"] + ["label"] * needs_labels + ["caption"] * needs_captions
+        given = {kind: getattr(settings, f"{kind}_column") for kind in kinds}
+        self._columns = {kind: find_column(self._schema.names, kind, given[kind], where) for kind in kinds}
         self.class_names = self.num_classes = None
         if needs_labels:
             self._count_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
         self.description = f"{where}, {len(self):,} images in {len(self._files):,} files"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_in_memory": OrderedDict()}  # a worker process reads what it needs
 
     def __len__(self) -> int:
         return int(self.group_starts[-1])
@@ -87,6 +95,15 @@ class ShardTable:
     def captions(self, index: int) -> list[str]:
         table, row = self._locate(index)
         return table.captions(row)
+
+    def captions_alone(self, groups: Groups) -> Iterator[str]:
+        """All captions of all rows, without their images, which are most of what there is to read."""
+        for start, count in zip(groups.starts, groups.counts):
+            group = self._group_of(start)
+            table = self._table_of(group, ["caption"])
+            first = start - self.group_starts[group]
+            for row in range(first, first + count):
+                yield from table.captions(row)
 
     def name(self, index: int) -> str:
         table, row = self._locate(index)
@@ -109,17 +126,32 @@ class ShardTable:
         return min(MOST_LANES, max(1, _MEMORY // max(1, largest)))
 
     def read_group(self, group: int) -> ImageTable:
+        return self._table_of(group, list(self._columns))
+
+    def _table_of(self, group: int, kinds: list[str]) -> ImageTable:
+        """The row group with some of the columns of `self._columns`; without that of images it has empty ones."""
         file, number = self._groups[group]
         where = f"row group {number} of {os.path.basename(file.path)}"
-        try:
-            rows = datasets.Dataset(datasets.table.InMemoryTable(file.read(number, list(self._columns.values()))))
-            return ImageTable(rows, where, self._settings, *self._needs, classes_of=self)
-        except _UNREADABLE as error:
-            raise BadShard(f"{where} can not be used: {one_line(error)}") from error
+        with _errors_of(where, "used"):
+            table = file.read(number, [self._columns[kind] for kind in kinds])
+            if "image" not in kinds:
+                image = self._schema.field(self._columns["image"])
+                table = table.append_column(image, pa.nulls(len(table), image.type))
+            rows = datasets.Dataset(datasets.table.InMemoryTable(table))
+            needs = ("label" in kinds, "caption" in kinds)
+            return ImageTable(rows, where, self._settings, *needs, classes_of=self)
+
+    def _group_of(self, index: int) -> int:
+        return int(np.searchsorted(self.group_starts, index, side="right")) - 1
 
     def _locate(self, index: int) -> tuple[ImageTable, int]:
-        group = int(np.searchsorted(self.group_starts, index, side="right")) - 1
-        return _read_group(self, group), index - int(self.group_starts[group])
+        group = self._group_of(index)
+        if group not in self._in_memory:
+            if len(self._in_memory) == self.lanes() + _ENDS_OF_LANES:
+                self._in_memory.popitem(last=False)  # before the next is read, which takes as much
+            self._in_memory[group] = self.read_group(group)
+        self._in_memory.move_to_end(group)
+        return self._in_memory[group], index - int(self.group_starts[group])
 
     def _one_schema(self, where: str) -> pa.Schema:
         first = self._files[0]
@@ -130,11 +162,6 @@ class ShardTable:
                     f"{os.path.basename(first.path)} has {_described(first.schema)}"
                 )
         return first.schema
-
-    def _find_columns(self, where: str):
-        kinds = ["image"] + ["label"] * self._needs[0] + ["caption"] * self._needs[1]
-        given = {kind: getattr(self._settings, f"{kind}_column") for kind in kinds}
-        self._columns = {kind: find_column(self._schema.names, kind, given[kind], where) for kind in kinds}
 
     def _count_classes(self, where: str, features: datasets.Features, classes_of: "ShardTable | None"):
         column = self._columns["label"]
@@ -152,7 +179,10 @@ class ShardTable:
             )
 
     def _largest_label(self, where: str, column: str) -> int:
-        largest = [file.largest(column) for file in self._files]
+        largest = []
+        for file in self._files:
+            with _errors_of(os.path.basename(file.path), "read"):
+                largest.append(file.largest(column))
         if None in largest:
             raise ValueError(
                 f"the files of {where} do not say how many classes column {column!r} has, which streaming has to know "
@@ -161,17 +191,18 @@ class ShardTable:
         return max(largest)
 
 
-# Row groups that are in memory. Those of as many lanes, since neighbouring positions are of all of them.
-@lru_cache(maxsize=MOST_LANES + 2)
-def _read_group(source: ShardTable, group: int) -> ImageTable:
-    return source.read_group(group)
-
-
 def _open(path: str) -> ShardFile:
-    try:
+    with _errors_of(os.path.basename(path), "read"):
         return open_shard_file(path)
+
+
+@contextmanager
+def _errors_of(where: str, done: str):
+    """What can be wrong with a file, in a sentence that names it."""
+    try:
+        yield
     except _UNREADABLE as error:
-        raise BadShard(f"{os.path.basename(path)} can not be read: {one_line(error)}") from error
+        raise BadShard(f"{where} can not be {done}: {one_line(error)}") from error
 
 
 def _described(schema: pa.Schema) -> str:

@@ -95,6 +95,11 @@ class Stream(Dataset):
     def num_samples(self) -> int:
         return len(self.indices)
 
+    def captions(self) -> Iterator[str]:
+        """All of each row."""
+        for index in self.indices:
+            yield from self.rows.source.captions(int(index))
+
     def batches(
         self,
         batch_size: int,
@@ -165,7 +170,7 @@ class Stream(Dataset):
 class ShardStream(Stream):
     """
     The endless stream of a data set that is read row group by row group: samples by position, as ever, in an order
-    that lets each process and worker read its own part of the data set.
+    that lets each process and worker read its own part of the data set, where it is of as many parts.
 
     Args:
         groups: what belongs to the stream, of which `rows.source` is the `ShardTable`.
@@ -188,6 +193,9 @@ class ShardStream(Stream):
     def num_samples(self) -> int:
         return self.groups.num_rows
 
+    def captions(self) -> Iterator[str]:
+        return self.rows.source.captions_alone(self.groups)
+
     def batches(
         self, batch_size: int, *, accumulation: int = 1, num_processes: int = 1, rank: int = 0, **others
     ) -> DataLoader:
@@ -195,13 +203,14 @@ class ShardStream(Stream):
         stream = copy.copy(self)
         stream._order = dataclasses.replace(self._order, batch_size=batch_size * accumulation * num_processes)
         if rank == 0:
-            self._warn_of_few_groups(num_processes * max(1, others.get("num_workers", 0)))
+            readers = num_processes * _parts(batch_size, others.get("num_workers", 0))
+            stream._warn_of_shared_groups(readers, accumulation)
         shared_out = {"accumulation": accumulation, "num_processes": num_processes, "rank": rank}
         return Stream.batches(stream, batch_size, **shared_out, **others)
 
     def _load(self, positions: Iterable[list[int]], num_workers: int) -> "_Loader":
         # The workers share out each batch, not the batches: the same part of them is of the same part of the data.
-        parts = min(max(1, num_workers), positions.batch_size)
+        parts = _parts(positions.batch_size, num_workers)
         loader = super()._load(_Parts(positions, parts), num_workers)
         loader.parts = parts
         return loader
@@ -210,14 +219,22 @@ class ShardStream(Stream):
         epoch, place = divmod(position, self.num_samples)
         return self._order.row(epoch, place, passed_over)
 
-    def _warn_of_few_groups(self, readers: int):
-        if len(self.groups.counts) < readers:
-            logger.warning(
-                "the data set has %d row groups, and %d processes x workers read it: each row still comes once in an "
-                "epoch, but several of them read the same row groups",
-                len(self.groups.counts),
-                readers,
-            )
+    def _warn_of_shared_groups(self, readers: int, accumulation: int):
+        groups, lanes = len(self.groups.counts), self._order.num_lanes()
+        shares = readers * accumulation
+        if groups < readers:
+            why = f"the data set has {groups} row groups, and {readers} processes x workers read it"
+        elif readers > 1 and lanes < shares:
+            parts = f"{shares} processes x workers x accumulations"
+            why = f"a step is of {lanes} places of the data set, and {parts} share it"
+        else:
+            return
+        logger.warning("%s: each row still comes once in an epoch, but several of them read the same row groups", why)
+
+
+def _parts(batch_size: int, num_workers: int) -> int:
+    """Into how many a process cuts a batch, for its workers."""
+    return min(max(1, num_workers), batch_size)
 
 
 _COLLATE = {

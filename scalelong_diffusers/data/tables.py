@@ -207,7 +207,7 @@ class ImageTable:
         file = self._file(index)
         try:
             if not file:
-                raise ValueError("it is empty")
+                raise ValueError(f"column {self._image_column!r} is empty there")
             return read_image(file)
         except ValueError as error:
             raise BadImage(f"{self.name(index)} can not be read: {error}") from error

@@ -33,7 +33,8 @@ class TrainingData:
         class_names: None where the classes are plain numbers too.
         first_image_size: width and height of an image before anything is cut from it.
         description: for people.
-        fingerprint: changes when the images, their labels or captions, or what is done to them do.
+        fingerprint: changes when the images, their labels or captions, or what is done to them do; not with what is
+            done about those that can not be read.
         features: where they are precomputed: what they were made of.
     """
 
@@ -105,7 +106,7 @@ def _load_features(settings: DataSettings, needs_labels: bool, needs_captions: b
         FeatureRows(validation_source or source, False, needs_labels, needs_captions),
         *(shares, seed, settings.on_bad_image == "skip"),
     )
-    asked = (settings.random_flip, settings.max_train_samples, settings.validation_size, settings.on_bad_image)
+    asked = (settings.random_flip, settings.max_train_samples, settings.validation_size)
     parts = (features.made_of, needs_labels, needs_captions, asked)
     return TrainingData(
         train=train,
@@ -176,6 +177,6 @@ def _fingerprint(train: Stream, validation: Stream, settings: DataSettings) -> s
     parts = (
         *(source.identity() for source in sources),
         *(rows.transform, rows.needs_labels, rows.needs_captions),
-        *(settings.max_train_samples, settings.validation_size, settings.on_bad_image),
+        *(settings.max_train_samples, settings.validation_size),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

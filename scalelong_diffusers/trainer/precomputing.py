@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from scalelong_diffusers.data import BadImage, TrainingData
@@ -18,6 +18,7 @@ from scalelong_diffusers.data.features import (
     FORMAT_VERSION,
     INDEX_FILE,
     read_index,
+    save_empty_caption,
     save_shard,
     shard_is_whole,
     shard_path,
@@ -59,6 +60,9 @@ class ShardToWrite:
     file: Path
     rows: RowsToEncode
     indices: np.ndarray
+
+    def is_whole(self) -> bool:
+        return shard_is_whole(self.file)
 
     def batches(self, batch_size: int, num_workers: int) -> DataLoader:
         stream = Stream("precompute", self.rows, self.indices, seed=0, endless=False, skip_bad=False)
@@ -130,11 +134,13 @@ class FeatureWriter:
                 indices = np.arange(start, min(start + per_shard, len(rows.source)))
                 yield ShardToWrite(shard_path(self.folder, name, number), rows, indices)
 
-    def missing(self, rank: int, num_processes: int) -> list[ShardToWrite]:
-        return [shard for shard in self.shards(rank, num_processes) if not shard_is_whole(shard.file)]
+    def turns(self, rank: int, num_processes: int) -> list[ShardToWrite | None]:
+        """The shards of one process, and None where only others have one left: all have as many turns."""
+        most = self.shards(0, num_processes)
+        return [shard for _, shard in zip_longest(most, self.shards(rank, num_processes))]
 
     def write_empty_caption(self, states: torch.Tensor):
-        write_whole(self.folder / EMPTY_CAPTION_FILE, lambda file: save_file({"text_features": states}, file))
+        write_whole(self.folder / EMPTY_CAPTION_FILE, lambda file: save_empty_caption(file, states))
 
     def finish(self) -> int:
         """Say that all is there, and return how many bytes that is; call it in one process."""

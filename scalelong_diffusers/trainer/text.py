@@ -1,7 +1,7 @@
 """The text of a run: the encoder that reads captions, named or built from them, and the prompts of the sample grid."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def build_text_encoder(args: argparse.Namespace, data: TrainingData, model: Mode
 
     It reads as many tokens as the longest caption has: what is padded takes time, and hides what is said.
     """
-    captions = list(_captions(data))
+    captions = list(data.train.captions())
     width, limit = text_width(model), model.config.get("context_length", _LONGEST)
     tokenizer = build_tokenizer(captions, limit)
     longest = max(map(len, tokenizer(list(dict.fromkeys(captions))).input_ids))
@@ -59,12 +59,6 @@ def build_text_encoder(args: argparse.Namespace, data: TrainingData, model: Mode
         num_attention_heads=width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1,
         context_length=min(longest, limit),
     )
-
-
-def _captions(data: TrainingData) -> Iterator[str]:
-    rows = data.train.rows
-    for index in data.train.indices:
-        yield from rows.source.captions(int(index))
 
 
 def leave_out(batch: Batch, proportion: float) -> list[str]:

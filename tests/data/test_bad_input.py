@@ -114,7 +114,7 @@ def test_metadata_of_missing_files(load, image_folder):
     folder = image_folder(["a.png"])
     lines = [f'{{"file_name": "{name}.png", "text": "a"}}\n' for name in "abc"]
     (folder / "metadata.jsonl").write_text("".join(lines))
-    with pytest.raises(BadImage, match=r"[bc]\.png can not be read: there is no such file; on_bad_image='skip' takes"):
+    with pytest.raises(BadImage, match=r"[bc]\.png can not be read: there is no such file; on_bad_image='skip'"):
         load(train_data_dir=folder)
 
 
@@ -194,7 +194,8 @@ COLUMNS = {
         "row 1 of the folder saved has no caption: column 'text' is ['b', None] there",
     ),
     "an image is missing": (
-        {"image": "png and none"}, {}, "row 1 of the folder saved can not be read: it is empty; on_bad_image='skip'",
+        {"image": "png and none"}, {},
+        "row 1 of the folder saved can not be read: column 'image' is empty there; on_bad_image='skip'",
     ),
 }  # fmt: skip
 
@@ -253,7 +254,7 @@ class TestBadImages:
             load(train_data_dir=half_broken)
         assert re.fullmatch(
             rf"{re.escape(str(half_broken))}/\d[02468]\.png can not be read: it is no image that Pillow knows; "
-            "on_bad_image='skip' takes another image in its place",
+            "on_bad_image='skip' leaves it out",
             str(caught.value),
         )
 
@@ -266,7 +267,7 @@ class TestBadImages:
         with pytest.raises(BadImage) as caught:
             for _ in data.train.batches(4, num_steps=6, num_workers=num_workers):
                 pass
-        advice = "on_bad_image='skip' takes another image in its place"
+        advice = "on_bad_image='skip' leaves it out"
         assert str(caught.value) == f"{broken} can not be read: it is no image that Pillow knows; {advice}"
 
     @pytest.mark.parametrize("num_workers", [0, 2])

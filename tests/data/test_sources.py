@@ -193,15 +193,16 @@ class TestFingerprint:
         [
             {"resolution": 16}, {"crop_size": 4}, {"center_crop": True}, {"random_flip": True}, {"num_shapes": 99},
             {"image_interpolation_mode": "box"}, {"max_train_samples": 9}, {"validation_size": 3}, {"channels": 4},
-            {"on_bad_image": "skip"}, {"needs_captions": True}, {"needs_labels": True},
+            {"needs_captions": True}, {"needs_labels": True},
         ],
         ids=lambda change: next(iter(change)),
     )  # fmt: skip
     def test_changes_with_what_is_done(self, load, change):
         assert load(**{"num_shapes": 100, **change}).fingerprint != load(num_shapes=100).fingerprint
 
-    def test_does_not_change_with_the_number_of_workers(self, load):
-        assert load(dataloader_num_workers=2).fingerprint == load().fingerprint
+    @pytest.mark.parametrize("change", [{"dataloader_num_workers": 2}, {"on_bad_image": "skip"}])
+    def test_does_not_change_with_how_it_is_read(self, load, change):
+        assert load(**change).fingerprint == load().fingerprint
 
     def test_changes_with_the_files(self, load, image_folder, tmp_path):
         folder = image_folder(["a/1.png", "a/2.png", "b/3.png"])

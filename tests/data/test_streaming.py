@@ -2,7 +2,9 @@
 
 import io
 import logging
+import pickle
 import tarfile
+import weakref
 
 import datasets
 import numpy as np
@@ -11,7 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from scalelong_diffusers.data import shards as shards_module
 from scalelong_diffusers.data.orders import GroupOrder, Groups
+from scalelong_diffusers.data.shard_files import ParquetFile, TarFile
+from scalelong_diffusers.data.shards import ShardTable
 
 
 FEATURES = datasets.Features(
@@ -126,15 +131,16 @@ def test_an_order_has_each_row_once(count, batch_size, lanes):
         assert sorted(order.row(epoch, place, 0) for place in range(count)) == list(range(1000, 1000 + count))
 
 
-def test_each_reader_reads_its_own_part():
-    """Of 400 row groups, 4 readers of a quarter of each batch read about a quarter each."""
+@pytest.mark.parametrize(("lanes", "readers", "reads"), [(16, 4, 400), (16, 16, 400), (16, 32, 800), (2, 4, 800)])
+def test_each_reader_reads_its_own_part(lanes, readers, reads):
+    """Of 400 row groups, where there are as many lanes as readers; otherwise those of a lane read the same ones."""
     groups = Groups(np.arange(0, 4000, 10), np.full(400, 10))
-    order = GroupOrder(groups, seed=0, lanes=16, batch_size=32)
-    readers = [set(), set(), set(), set()]
+    order = GroupOrder(groups, seed=0, lanes=lanes, batch_size=32)
+    read = [set() for _ in range(readers)]
     for place in range(4000):
-        readers[place % 32 // 8].add(order.row(0, place, 0) // 10)
-    assert set().union(*readers) == set(range(400))
-    assert all(len(reader) <= 100 + 4 for reader in readers)
+        read[place % 32 * readers // 32].add(order.row(0, place, 0) // 10)
+    assert set().union(*read) == set(range(400))
+    assert reads <= sum(map(len, read)) <= reads + 4 * 16  # but for those at the ends of lanes
 
 
 def test_a_batch_is_mixed_and_few_row_groups_are_open_at_a_time():
@@ -147,6 +153,25 @@ def test_a_batch_is_mixed_and_few_row_groups_are_open_at_a_time():
         opened += len(set(batch) - last)
         last = set(batch)
     assert opened <= 400 + 2 * 16  # each once, but for those at the ends of lanes
+
+
+def test_large_row_groups_are_few_in_memory(stream, monkeypatch):
+    """Those of the places that a batch is mixed from, and two more where it goes from one to the next."""
+    largest = max(size for file in stream().train.rows.source._files for _, size in file.groups)
+    monkeypatch.setattr(shards_module, "_MEMORY", 3 * largest)
+    read_group, in_memory, most = ShardTable.read_group, weakref.WeakSet(), []
+
+    def counted(table, group):
+        rows = read_group(table, group)
+        in_memory.add(rows)
+        most.append(len(in_memory))
+        return rows
+
+    monkeypatch.setattr(ShardTable, "read_group", counted)
+    data = stream()
+    read(data, 6, num_steps=24)
+    assert max(most) == 3 + 2
+    assert b"InMemoryTable" not in pickle.dumps(data.train.rows.source)  # none of them goes to a worker process
 
 
 def test_what_can_not_be_read_is_passed_over(stream, load, shards, png):
@@ -190,6 +215,22 @@ def test_fewer_row_groups_than_readers_are_said(stream, caplog):
     )
 
 
+@pytest.mark.parametrize(
+    ("processes", "workers", "accumulation", "said"),
+    [(1, 0, 4, False), (3, 1, 1, False), (2, 2, 1, True), (2, 1, 2, True)],
+)
+def test_more_readers_than_places_are_said(stream, caplog, monkeypatch, processes, workers, accumulation, said):
+    largest = max(size for file in stream().train.rows.source._files for _, size in file.groups)
+    monkeypatch.setattr(shards_module, "_MEMORY", 3 * largest)
+    with caplog.at_level(logging.WARNING):
+        stream().train.batches(4, num_processes=processes, num_workers=workers, accumulation=accumulation)
+    sentence = (
+        "a step is of 3 places of the data set, and 4 processes x workers x accumulations share it: each row still "
+        "comes once in an epoch, but several of them read the same row groups"
+    )
+    assert [record.message for record in caplog.records] == [sentence] * said
+
+
 @pytest.fixture
 def tars(tmp_path, png):
     """Two files of 70 images, each with a class and a caption."""
@@ -198,11 +239,16 @@ def tars(tmp_path, png):
     for i in range(2):
         with tarfile.open(folder / f"{i}.tar", "w") as tar:
             for n in range(70 * i, 70 * i + 70):
-                for column, content in (("png", png((n, 0, 0))), ("cls", b"%d" % (n % 2)), ("txt", b"number %d" % n)):
-                    member = tarfile.TarInfo(f"some/folder.of/{n:04}.{column}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+                files = {"png": png((n, 0, 0)), "cls": b"%d" % (n % 2), "txt": b"number %d" % n}
+                add_sample(tar, f"some/folder.of/{n:04}", files)
     return folder
+
+
+def add_sample(tar, name, files):
+    for column, content in files.items():
+        member = tarfile.TarInfo(f"{name}.{column}")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
 
 
 def test_tar_files(load, tars):
@@ -218,6 +264,72 @@ def test_tar_files(load, tars):
             file.truncate(size)
         with pytest.raises(OSError, match=r"1\.tar can not be read: "):
             load(train_data_dir=tars, **needs)
+
+
+@pytest.fixture
+def load_samples(load, tmp_path):
+    """Loads a tar file of the samples that are given."""
+
+    def run(samples, **settings):
+        (tmp_path / "own").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / "own" / "a.tar", "w") as tar:
+            for number, files in enumerate(samples):
+                add_sample(tar, f"{number:04}", files)
+        return load(train_data_dir=tmp_path / "own", streaming=True, **settings)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"cls": b"cat"}, r"a\.tar can not be read: 0007\.cls in it starts with b'cat', and has to be a whole number"),
+        (
+            {"txt": b"caf\xe9"},
+            r"of a\.tar can not be used: 0007\.txt in it starts with b'caf\\xe9', and has to be text in UTF-8",
+        ),
+    ],
+)
+def test_a_file_of_a_sample_that_is_not_what_it_should_be_is_named(load_samples, png, files, sentence):
+    samples = [{"png": png(), "cls": b"1", "txt": b"a"} for _ in range(20)]
+    with pytest.raises(OSError, match=f"{sentence}$"):
+        load_samples([*samples[:7], samples[7] | files, *samples[8:]], needs_labels=True, needs_captions=True)
+
+
+def test_a_sample_without_an_image_like_the_first_is_one_that_can_not_be_read(load_samples, png):
+    samples = [{"png": png((number, 0, 0))} for number in range(20)]
+    samples[7] = {"jpg": png()}
+    sentence = r"row 7 of row group 0 of a\.tar can not be read: column 'png' is empty there"
+    with pytest.raises(ValueError, match=sentence):
+        list(load_samples(samples).train.batches(4, num_steps=5))
+    batches = list(load_samples(samples, on_bad_image="skip").train.batches(3, num_steps=6))
+    assert {name for batch in batches for name in batch.unreadable} == {"row 7 of row group 0 of a.tar"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_captions_are_read_without_images(load, shards, tars, monkeypatch, kind):
+    folder = shards if kind == "parquet" else tars
+    data = load(train_data_dir=folder, streaming=True, validation_size=3, needs_labels=True, needs_captions=True)
+    expected = [caption for index in data.train.indices for caption in data.train.rows.source.captions(index)]
+    columns = []
+    for file in (ParquetFile, TarFile):
+        read = file.read
+        monkeypatch.setattr(file, "read", lambda f, g, names, read=read: columns.append(names) or read(f, g, names))
+    assert list(data.train.captions()) == expected
+    assert len(columns) == len(data.train.groups.counts)
+    assert set(map(tuple, columns)) == {("text",) if kind == "parquet" else ("txt",)}
+
+
+def test_a_caption_that_is_missing_is_named_before_its_image_is_read(load, shards):
+    file = shards / "train-00002-of-00005.parquet"
+    table = pq.read_table(file)
+    text = table.schema.field("text")
+    table = table.set_column(2, text, pa.array([*table["text"].to_pylist()[:-1], " "], text.type))
+    pq.write_table(table, file, row_group_size=4)
+    data = load(train_data_dir=shards, streaming=True, needs_captions=True)
+    sentence = r"row 2 of row group 2 of train-00002-of-00005\.parquet has no caption: column 'text' is ' ' there"
+    with pytest.raises(OSError, match=sentence):
+        list(data.train.captions())
 
 
 class TestRefused:
@@ -253,6 +365,29 @@ def test_classes_that_are_numbers_are_counted_without_reading_them(load, tmp_pat
     write_parquet(tmp_path / "numbers" / "b.parquet", range(9, 18), png, features, label=lambda n: n % 7)
     data = load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
     assert (data.num_classes, data.class_names) == (7, None)
+
+
+def test_classes_of_files_and_row_groups_without_rows(load, tmp_path, png):
+    features = datasets.Features({**FEATURES, "label": datasets.Value("int32")})
+    write_parquet(tmp_path / "numbers" / "a.parquet", range(9), png, features, label=lambda n: n % 5)
+    table = pq.read_table(tmp_path / "numbers" / "a.parquet")
+    with pq.ParquetWriter(tmp_path / "numbers" / "b.parquet", table.schema):
+        pass
+    with pq.ParquetWriter(tmp_path / "numbers" / "c.parquet", table.schema) as writer:
+        writer.write_table(table[:0])
+        writer.write_table(table)
+    groups = [pq.ParquetFile(tmp_path / "numbers" / f"{name}.parquet").num_row_groups for name in "bc"]
+    assert groups == [0, 2]
+    data = load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
+    assert data.num_classes == 5
+    assert data.train.num_samples + data.validation.num_samples == 18
+
+
+def test_labels_that_are_all_missing(load, tmp_path, png):
+    features = datasets.Features({**FEATURES, "label": datasets.Value("int32")})
+    write_parquet(tmp_path / "numbers" / "a.parquet", range(9), png, features, label=lambda n: None)
+    with pytest.raises(OSError, match=r"row 0 of row group 0 of a\.parquet has no label in column 'label'"):
+        load(train_data_dir=tmp_path / "numbers", streaming=True, needs_labels=True)
 
 
 HUB = """

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.data.features import save_shard, shard_is_whole
 from scalelong_diffusers.text.encoding import CaptionEncoder
 from scalelong_diffusers.text.small_clip import build_small_clip
 from scalelong_diffusers.train import (
@@ -326,7 +327,7 @@ def test_broken_folders_are_refused(damaged):
         open_features(damaged)
     index = json.loads((damaged / "index.json").read_text())
     (damaged / "index.json").write_text(json.dumps({**index, "format_version": 7}))
-    with pytest.raises(ValueError, match="has format_version 7, and 1 can be read"):
+    with pytest.raises(ValueError, match="has format_version 7, and 2 can be read"):
         open_features(damaged)
 
 
@@ -345,6 +346,39 @@ def test_a_byte_that_is_not_what_was_written_ends_the_run(train, damaged, encode
     assert stopped.value.exit_code == 2
 
 
+def test_any_bit_that_is_not_what_was_written_is_seen(tmp_path):
+    """Also one of a class, of a caption or of the header."""
+    columns = {
+        "moments": torch.randn(3, 2, 1, 1),
+        "labels": torch.tensor([0, 1, 2]),
+        "text_features": torch.randn(4, 1, 2),
+    }
+    whole, shard = tmp_path / "whole.safetensors", tmp_path / "shard.safetensors"
+    save_shard(whole, columns, [["a"], ["b", "c"], ["d"]], {1: "it is no image"})
+    assert shard_is_whole(whole)
+    content = whole.read_bytes()
+    for place, byte in enumerate(content):
+        shard.write_bytes(content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :])
+        assert not shard_is_whole(shard), (place, content[max(0, place - 20) : place + 20])
+
+
+@pytest.mark.parametrize("part", ["labels", "captions", "empty caption"])
+def test_what_is_not_what_was_written_is_named_and_made_anew(precompute, damaged, part):
+    file = damaged / ("empty_caption.safetensors" if part == "empty caption" else "train-00001.safetensors")
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    if part == "captions":
+        content[content.index(b'"captions":"[[') + len(b'"captions":"[')] ^= 1  # no valid JSON any longer
+    else:
+        name = "labels" if part == "labels" else "text_features"
+        content[header + json.loads(content[8:header])[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file.name} is not what was written: run the same precompute_latents"):
+        list(open_features(damaged, needs_labels=True).train.batches(9, num_steps=3))
+    precompute(damaged)
+    list(open_features(damaged, needs_labels=True).train.batches(9, num_steps=3))
+
+
 def test_precomputing_refuses(precompute, features, encoders, capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         precompute(center_crop=False)
@@ -359,6 +393,44 @@ def test_precomputing_refuses(precompute, features, encoders, capsys, tmp_path):
         precompute(encoders)
     with pytest.raises(TrainingStopped, match="is no AutoencoderKL"):
         precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
+
+
+@pytest.fixture
+def sixty_images(tmp_path):
+    """Of which the thirteenth can not be read, and is none of those that are looked at before encoding begins."""
+    (tmp_path / "images").mkdir()
+    for number in range(60):
+        Image.new("RGB", (16, 16), (4 * number, 80, 0)).save(tmp_path / "images" / f"{number:02}.png")
+    (tmp_path / "images" / "12.png").write_bytes(b"\x89PNG nothing")
+    images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
+    return {**images, "pretrained_text_encoder_name_or_path": None, "with_labels": False}
+
+
+def test_features_are_not_lost_at_an_image_that_can_not_be_read(precompute, sixty_images, tmp_path):
+    folder = tmp_path / "features"
+    with pytest.raises(TrainingStopped, match=r"12\.png can not be read: .*; on_bad_image='skip' leaves it out$"):
+        precompute(folder, **sixty_images)
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}
+    assert len(before) == 1
+    precompute(folder, **sixty_images, on_bad_image="skip")
+    assert before.items() <= {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}.items()
+    batches = open_features(folder, needs_captions=False, on_bad_image="skip").train.batches(9, num_steps=6)
+    assert [name for batch in batches for name in batch.unreadable] == [f"row 12 of the train split of {folder}"]
+
+
+def test_an_image_that_another_process_can_not_read_is_named_once(
+    launch_script, flags_of_precomputing, sixty_images, tmp_path
+):
+    arguments = flags_of_precomputing(tmp_path / "features", **sixty_images)
+    code, _, errors = launch_script([SCRIPT, *arguments], processes=2).wait()
+    assert code != 0
+    named = [line for line in errors.splitlines() if "12.png can not be read" in line]
+    assert len(named) == 1
+    assert named[0].startswith("precompute_latents: ")
+    assert named[0].endswith("on_bad_image='skip' leaves it out")
+    assert "Connection closed" not in errors
+    # The first turn of both is over; the other process did not go on alone.
+    assert {file.name for file in (tmp_path / "features").glob("train-*")} == {"train-00000.safetensors"}
 
 
 def test_finished_features_are_kept_as_they_are(precompute, features):
