@@ -13,7 +13,7 @@ install: .venv/installed
 	touch $@
 
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 # Two trainings and a page that compares them: runs/demo/index.html. QUICK=1 takes two minutes instead of ten.
 demo: install

@@ -1,7 +1,7 @@
 """
 `make demo`: the same small, deep U-ViT trained twice, with and without skip scaling, and a page that compares them.
 
-    python benchmarks/demo.py [--quick] [--folder runs/demo]
+    python benchmarks/demo.py [--quick | --steps N] [--folder runs/demo]
 
 Everything is fixed here, before the first run: both runs have the same seed, data, rate and number of steps, and
 differ in `--skip_scaling` alone. Interrupted, the same command goes on.
@@ -45,11 +45,13 @@ SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batc
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps instead of {STEPS}")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_const", dest="steps", const=QUICK_STEPS, help=f"{QUICK_STEPS} steps")
+    length.add_argument("--steps", type=int, default=STEPS, help=f"of each training (default {STEPS})")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    steps = QUICK_STEPS if arguments.quick else STEPS
+    steps = arguments.steps
     try:
         runs = [make_run(folder / method, method, label, steps) for method, label in RUNS.items()]
     except KeyboardInterrupt:
@@ -81,8 +83,8 @@ def train(folder: Path, method: str, label: str, steps: int):
     settings = {
         **TRAINING,
         "max_train_steps": steps,
-        "validation_steps": steps // 20,
-        "checkpointing_steps": steps // 4,
+        "validation_steps": max(10, steps // 20),
+        "checkpointing_steps": max(1, steps // 4),
     }
     if (folder / "model_index.json").exists() and _settings_of(folder).items() >= settings.items():
         return

@@ -2,10 +2,11 @@
 
 import base64
 import html
-import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
+
+from chart import HEIGHT, WIDTH, Curve, chart
 
 from scalelong_diffusers.data import COLOURS, SHAPES
 from scalelong_diffusers.patching import SkipConnections
@@ -29,8 +30,6 @@ class Run:
     images: list[tuple[str, bytes, str]]
 
 
-_WIDTH, _HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 36
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2024; --paper: #ffffff; --soft: #5b6570; --line: #d5dae0;
   --a: #9a3412; --b: #1d4ed8; --wrong: #b42318; }
@@ -105,7 +104,7 @@ def _section(title: str, *parts: str) -> str:
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
 
 
-def _curve(run: Run, name: str) -> list[tuple[int, float]]:
+def _curve(run: Run, name: str) -> Curve:
     return [(line["step"], line[name]) for line in run.metrics if line.get(name) is not None]
 
 
@@ -125,7 +124,7 @@ def _results(runs: list[Run]) -> str:
         f'<tr><th scope="row">{name}</th>{"".join(f"<td class=number>{figure(run)}</td>" for run in runs)}</tr>'
         for name, figure in rows.items()
     ]
-    return f'<div class="scroll"><table><thead><tr><td></td>{heads}</tr></thead>{"".join(lines)}</table></div>'
+    return f'<div class="scroll" tabindex="0"><table><thead><tr><td></td>{heads}</tr></thead>{"".join(lines)}</table></div>'
 
 
 _SPEED = "images_per_second"
@@ -147,35 +146,12 @@ def _key(runs: list[Run]) -> str:
     return f'<p><span class="key"></span> {plain} &nbsp; <span class="key solid"></span> {scaled}</p>'
 
 
-def _chart(title: str, runs: list[Run], curves: list[list[tuple[int, float]]]) -> str:
-    """Both curves over each other, with a logarithmic scale."""
-    last = max(step for curve in curves for step, _ in curve)
-    values = [math.log10(value) for curve in curves for _, value in curve]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-
-    def x(step: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last
-
-    def y(logarithm: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - logarithm) / span
-
-    parts = []
-    for k in range(5):
-        level, step = low + span * k / 4, last * k / 4
-        parts.append(
-            f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>'
-        )
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(level) + 4:.1f}" text-anchor="end">{10**level:.3g}</text>')
-        anchor = "end" if k == 4 else "middle"
-        parts.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 14}" text-anchor="{anchor}">{step:.0f}</text>')
-    for style, curve in zip("ab", curves):
-        points = " ".join(f"{x(step):.1f},{y(math.log10(value)):.1f}" for step, value in curve)
-        parts.append(f'<polyline class="curve {style}" points="{points}"/>')
+def _chart(title: str, runs: list[Run], curves: list[Curve]) -> str:
     ends = "; ".join(f"{run.label}: {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for run, curve in zip(runs, curves))
     label = html.escape(f"{title}. {ends}.")
+    drawing = chart(dict(zip("ab", curves)))
     return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawing}</svg>'
         f"<figcaption>{label} The scale is logarithmic.</figcaption></figure>"
     )
 
@@ -207,7 +183,7 @@ def _skip_table(run: Run) -> str:
     ]
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("i", "where", "width", "factor"))
     return (
-        f'<div class="scroll"><table><caption>{html.escape(run.label)}</caption><thead><tr>{heads}</tr></thead>'
+        f'<div class="scroll" tabindex="0"><table><caption>{html.escape(run.label)}</caption><thead><tr>{heads}</tr></thead>'
         f"{''.join(lines)}</table></div>"
     )
 
@@ -217,4 +193,4 @@ def _table(entries: dict[str, Any]) -> str:
         f'<tr><th scope="row">{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>'
         for name, value in entries.items()
     ]
-    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+    return f'<div class="scroll" tabindex="0"><table>{"".join(rows)}</table></div>'

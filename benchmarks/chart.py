@@ -1,0 +1,58 @@
+"""Curves over training steps, as SVG: the demo's page and the figure of the README are drawn by the same function."""
+
+import html
+import math
+
+
+WIDTH, HEIGHT = 640, 300
+_LEFT, _TOP, _BOTTOM = 56, 12, 36
+
+Curve = list[tuple[int, float]]
+
+
+def chart(curves: dict[str, Curve], right: int = 12, labels: dict[str, str] | None = None) -> str:
+    """
+    The inside of an `svg` with a view box of WIDTH x HEIGHT: the curves over each other, with a logarithmic scale.
+
+    `curves` are by their classes in the style sheet, and so are `labels`, which stand at the curves' ends, in a margin
+    of width `right`. The style sheet has the class "axis", too, and says what text looks like.
+    """
+    last = max(step for curve in curves.values() for step, _ in curve)
+    values = [math.log10(value) for curve in curves.values() for _, value in curve]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+
+    def x(step: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - right) * step / last
+
+    def y(logarithm: float) -> float:
+        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - logarithm) / span
+
+    parts = []
+    for k in range(5):
+        level, step = low + span * k / 4, last * k / 4
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(level) + 4:.1f}" text-anchor="end">{10**level:.3g}</text>')
+        anchor = "end" if k == 4 else "middle"
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 14}" text-anchor="{anchor}">{step:.0f}</text>')
+    for style, curve in curves.items():
+        points = " ".join(f"{x(step):.1f},{y(math.log10(value)):.1f}" for step, value in curve)
+        parts.append(f'<polyline class="curve {style}" points="{points}"/>')
+    if labels:
+        ends = {style: y(math.log10(curves[style][-1][1])) for style in labels}
+        for style, height in _apart(ends).items():
+            place = f'x="{WIDTH - right + 6}" y="{height + 4:.1f}"'
+            parts.append(f'<text class="{style}" {place}>{html.escape(labels[style])}</text>')
+    return "".join(parts)
+
+
+_LINE = 15
+
+
+def _apart(heights: dict[str, float]) -> dict[str, float]:
+    """Moved upwards from the lowest one, as far as is needed for labels not to lie over each other."""
+    placed, limit = {}, HEIGHT
+    for name, height in sorted(heights.items(), key=lambda item: -item[1]):
+        placed[name] = min(height, limit)
+        limit = placed[name] - _LINE
+    return placed

@@ -1,0 +1,164 @@
+"""The runs of the convergence benchmark, what was measured of those that are finished, and which rate was best."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import machine
+
+
+# What each is called, and its flags.
+METHODS = {
+    "none": ("--skip_scaling=none",),
+    "cs 0.9": ("--skip_scaling=cs", "--kappa=0.9"),
+    "ls per skip": ("--skip_scaling=ls", "--no-skip_scaling_shared"),
+    "inv_sqrt2": ("--skip_scaling=inv_sqrt2",),
+    "cs 0.7": ("--skip_scaling=cs", "--kappa=0.7"),
+    "ls shared": ("--skip_scaling=ls", "--skip_scaling_shared"),
+    "ls per skip, identity": ("--skip_scaling=ls", "--no-skip_scaling_shared", "--skip_scaling_init=identity"),
+}
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+SEEDS = (0, 1, 2)
+STEPS, QUICK_STEPS = 2_000, 1_000
+QUICK_METHODS = ("none", "cs 0.9", "ls per skip")
+QUICK_RATE = 1e-3
+SIZE = 28
+_IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
+_UVIT = {"_class_name": "UViTModel", **_IMAGES, "patch_size": 4, "hidden_size": 64, "num_attention_heads": 4}
+MODELS = {
+    "uvit-20": {**_UVIT, "num_layers": 20},
+    "uvit-12": {**_UVIT, "num_layers": 12},
+    "uvit-28": {**_UVIT, "num_layers": 28},
+    "unet": {
+        "_class_name": "ScaleLongUNet2DModel",
+        **_IMAGES,
+        "block_out_channels": [32, 32, 64],
+        "layers_per_block": 2,
+        "norm_num_groups": 16,
+        "attention_head_dim": 16,
+        "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
+    },
+}
+TRAINING = {
+    "resolution": SIZE,
+    "lr_warmup_steps": 100,
+    "lr_scheduler": "constant_with_warmup",
+    "adam_weight_decay": 0.03,
+    "max_grad_norm": 1.0,
+    "ema_decay": 0.995,
+    "validation_size": 512,
+    "validation_steps": 50,
+    "logging_steps": 10,
+    "sample_steps": 0,
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": 1,
+}
+# Gradients are looked at once the steep part is over.
+SETTLED = 500
+
+
+@dataclass(frozen=True)
+class Run:
+    """`of_cs` is of part D: what stands for the factors."""
+
+    method: str
+    learning_rate: float
+    seed: int = 0
+    model: str = "uvit-20"
+    batch_size: int = 32
+    steps: int = STEPS
+    of_cs: str | None = None
+
+    @property
+    def name(self) -> str:
+        words = (self.model, self.method, self.of_cs, f"{self.learning_rate:g}", f"batch{self.batch_size}")
+        name = "-".join([*filter(None, words), f"seed{self.seed}", f"{self.steps}"])
+        return name.replace(" ", "_").replace(",", "")
+
+
+class Results:
+    """The lines of finished runs."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.lines = {Run(**line["run"]): line for line in map(json.loads, lines)}
+
+    def add(self, run: Run, figures: dict[str, Any]):
+        line = {"run": asdict(run), **figures, "machine": machine()}
+        with open(self.file, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.lines[run] = line
+
+    def __contains__(self, run: Run) -> bool:
+        return run in self.lines
+
+    def evaluations(self, run: Run, raw: bool = False) -> list[tuple[int, float]]:
+        return [(step, losses[raw]) for step, *losses in self.lines[run]["evaluations"]]
+
+    def final_loss(self, run: Run, raw: bool = False) -> float:
+        """Infinite for a run that could not go on."""
+        if self.lines[run]["stopped"]:
+            return float("inf")
+        return statistics.mean(loss for _, loss in self.evaluations(run, raw)[-3:])
+
+    def steps_to(self, target: float, run: Run, raw: bool = False) -> int | None:
+        """The first of three evaluations in a row that are all below the target."""
+        curve = self.evaluations(run, raw)
+        for three in zip(curve, curve[1:], curve[2:]):
+            if all(loss < target for _, loss in three):
+                return three[0][0]
+        return None
+
+    def best_rate(self, method: str, model: str = "uvit-20") -> float | None:
+        """That of the lowest final loss; None before all rates are there."""
+        runs = rates_of(method, model)
+        if not all(run in self for run in runs):
+            return None
+        return min(runs, key=self.final_loss).learning_rate
+
+
+def quick_run(method: str) -> Run:
+    return Run(method, QUICK_RATE, steps=QUICK_STEPS)
+
+
+def rates_of(method: str, model: str = "uvit-20") -> list[Run]:
+    return [Run(method, rate, model=model) for rate in RATES]
+
+
+def seeds_of(method: str, rate: float) -> list[Run]:
+    return [Run(method, rate, seed) for seed in SEEDS]
+
+
+def variations_of(method: str, rate: float) -> dict[str, Run]:
+    return {
+        "12 layers": Run(method, rate, model="uvit-12"),
+        "28 layers": Run(method, rate, model="uvit-28"),
+        "batch 16": Run(method, rate, batch_size=16),
+        "batch 64": Run(method, rate, batch_size=64),
+    }
+
+
+def without_factors_of(rate: float) -> dict[str, Run]:
+    return {of_cs: Run("cs 0.9", rate, of_cs=of_cs) for of_cs in ("init", "rate", "both")}
+
+
+def runs_of(part: str, results: Results) -> Iterable[Run]:
+    """What is to be run, where the best rates that it rests on are known."""
+    if part == "quick":
+        yield from map(quick_run, QUICK_METHODS)
+        return
+    best = {method: results.best_rate(method) for method in METHODS}
+    known = {method: rate for method, rate in best.items() if rate is not None}
+    if part == "A":
+        yield from (run for method in METHODS for run in rates_of(method))
+        yield from (run for method, rate in known.items() for run in seeds_of(method, rate))
+    elif part == "C":
+        yield from (run for method, rate in known.items() for run in variations_of(method, rate).values())
+        yield from (run for method in METHODS for run in rates_of(method, "unet"))
+    elif part == "D" and "cs 0.9" in known:
+        yield from without_factors_of(known["cs 0.9"]).values()

@@ -1,0 +1,148 @@
+"""`make demo` with few steps: it goes on after an interrupt, and its page is opened in a real browser."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+
+# One run of the demo is enough: all in one process.
+pytestmark = pytest.mark.xdist_group("demo")
+
+STEPS = 24
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's folder; it was interrupted in its first training, and started again."""
+    folder = tmp_path_factory.mktemp("demo")
+    root = os.path.dirname(os.path.dirname(__file__))
+    command = [sys.executable, os.path.join(root, "benchmarks", "demo.py"), "--steps", str(STEPS)]
+    command += ["--folder", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    log = folder / "none" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text()):
+        assert first.poll() is None, first.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGINT)  # as the terminal sends it
+    errors = first.communicate(timeout=60)[1]
+    assert first.returncode == 1
+    assert "demo: interrupted; the same command goes on" in errors
+    assert not (folder / "index.html").exists()
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "time left" in again.stderr or "<" in again.stderr  # the bar of each training
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, demo):
+    """`opened(width=…, color_scheme=…)` is the page, and what it asked for and complained of."""
+    contexts = []
+
+    def run(width=1200, **options):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
+        page = contexts[-1].new_page()
+        page.asked_for, page.complaints = [], []
+        page.on("request", lambda request: page.asked_for.append(request.url))
+        page.on("console", lambda message: page.complaints.append(message.text))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.goto((demo / "index.html").as_uri())
+        return page
+
+    yield run
+    for context in contexts:
+        context.close()
+
+
+def test_an_interrupted_demo_goes_on_with_each_step_once(demo):
+    for method in ("none", "cs"):
+        lines = [json.loads(line) for line in (demo / method / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [10, 20, STEPS]
+    assert json.loads((demo / "none" / "settings.json").read_text())["resume_from_checkpoint"] == "latest"
+    assert json.loads((demo / "cs" / "settings.json").read_text())["resume_from_checkpoint"] is None
+
+
+def test_the_page_fetches_nothing_and_complains_of_nothing(opened, demo):
+    page = opened()
+    assert page.complaints == []
+    assert [url for url in page.asked_for if not url.startswith("data:")] == [(demo / "index.html").as_uri()]
+
+
+def test_pictures_are_there_and_say_what_they_show(opened):
+    page = opened()
+    pictures = page.evaluate("[...document.images].map(image => [image.naturalWidth, image.alt])")
+    assert len(pictures) == 60
+    assert all(width == 32 for width, _ in pictures)
+    assert all(alt.startswith("asked for ") and ", shows " in alt for _, alt in pictures)
+    curves = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.querySelectorAll('polyline').length)")
+    assert curves == [2, 2]
+    assert page.locator("svg[role=img][aria-label]").count() == 2
+
+
+def test_it_fits_a_phone(opened):
+    page = opened(width=390, is_mobile=True, has_touch=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    # What is wider scrolls by itself, and can be reached by the keyboard.
+    wide = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.tabIndex)"
+    )
+    assert all(index == 0 for index in wide)
+
+
+CONTRASTS = """
+() => {
+  const channel = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const numbers = colour => colour.match(/[0-9.]+/g).slice(0, 3).map(Number);
+  const paper = luminance(numbers(getComputedStyle(document.body).backgroundColor));
+  return [...document.querySelectorAll('h1, h2, h3, p, figcaption, caption, th, td, code, svg text')].map(element => {
+    const style = getComputedStyle(element);
+    const ink = luminance(numbers(element instanceof SVGElement ? style.fill : style.color));
+    return (Math.max(paper, ink) + 0.05) / (Math.min(paper, ink) + 0.05);
+  });
+}
+"""
+
+
+@pytest.mark.parametrize("media", [{"color_scheme": "light"}, {"color_scheme": "dark"}, {"media": "print"}])
+def test_it_can_be_read(opened, media):
+    page = opened()
+    page.emulate_media(**media)
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 100
+    assert min(contrasts) >= 4.5
+
+
+def test_dark_is_dark(opened):
+    colours = []
+    for scheme in ("light", "dark"):
+        page = opened(color_scheme=scheme)
+        colours.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(255, 255, 255)", "rgb(21, 24, 28)"]
+
+
+def test_its_lines_of_code_load_the_result(opened, demo, in_fresh_process):
+    code = opened().locator("pre code").inner_text()
+    in_fresh_process(f"import os\nos.chdir({str(demo)!r})\n{code}")
+    assert (demo / "image.png").stat().st_size > 0
