@@ -13,10 +13,12 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from torch import nn
+from transformers import CLIPTokenizer
 
+from scalelong_diffusers.hub import damage_as_sentence
 from scalelong_diffusers.pipelines.fitting import conditions_of
-from scalelong_diffusers.pipelines.source import check_components, damage_as_sentence, pipeline_index
-from scalelong_diffusers.text.encoding import check_texts, text_width
+from scalelong_diffusers.pipelines.source import check_components, pipeline_index
+from scalelong_diffusers.text.encoding import check_texts, check_tokenizer, text_width
 
 
 StableDiffusion = StableDiffusionPipeline | StableDiffusionXLPipeline
@@ -66,6 +68,8 @@ def check_stable_diffusion(pipe: DiffusionPipeline):
     if channels != latent_channels:
         kind = " (one for inpainting takes masked image and mask besides)" if channels == 9 else ""
         raise ValueError(f"the unet takes {channels} channels{kind}, and the latents of the vae {latent_channels}")
+    for encoder, tokenizer in zip(text_encoders(pipe), tokenizers(pipe)):
+        check_tokenizer(tokenizer, encoder)
     widths = [encoder.config.hidden_size for encoder in text_encoders(pipe)]
     if sum(widths) != text_width(pipe.unet):
         raise ValueError(
@@ -83,6 +87,11 @@ def freeze_all_but_unet(pipe: StableDiffusion):
 def text_encoders(pipe: StableDiffusion) -> list[nn.Module]:
     is_xl = isinstance(pipe, StableDiffusionXLPipeline)
     return [pipe.text_encoder, pipe.text_encoder_2] if is_xl else [pipe.text_encoder]
+
+
+def tokenizers(pipe: StableDiffusion) -> list[CLIPTokenizer]:
+    is_xl = isinstance(pipe, StableDiffusionXLPipeline)
+    return [pipe.tokenizer, pipe.tokenizer_2] if is_xl else [pipe.tokenizer]
 
 
 @torch.no_grad()

@@ -59,6 +59,21 @@ class TestLoading:
             load_stable_diffusion(tmp_path)
 
 
+    def test_a_text_encoder_whose_config_is_of_another(self, build_kind, tmp_path):
+        build_kind("sd1").save_pretrained(tmp_path)
+        file = tmp_path / "text_encoder" / "config.json"
+        file.write_text(file.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+        with pytest.raises(ValueError, match=r"has a component whose weights do not fit its config\.json"):
+            load_stable_diffusion(tmp_path)
+
+    @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
+    def test_without_the_files_of_a_tokenizer(self, build_kind, tmp_path, name):
+        build_kind("sdxl").save_pretrained(tmp_path)
+        (tmp_path / name / "tokenizer.json").unlink()
+        with pytest.raises(ValueError, match=r"the tokenizer ends .* they do not belong together"):
+            load_stable_diffusion(tmp_path)
+
+
 class TestWhatIsNoStableDiffusion:
     def refused(self, pipe, message):
         with pytest.raises(ValueError, match=message):
