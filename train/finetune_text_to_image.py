@@ -35,6 +35,7 @@ from scalelong_diffusers.trainer import (
     grid_prompts,
     held_out_captions,
     leave_out,
+    check_autoencoder,
     mistakes_as_sentences,
     parse_fine_tuning_arguments,
     run_script,
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None):
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
         loop = TrainingLoop(args, accelerator, {"unet": pipe.unet}, data, run, optimizer)
 
+        check_autoencoder(data, pipe.vae, f"that of {args.pretrained_model_name_or_path}")
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         clean = encode_images(batch, pipe.vae)
         noise = batch.normal_like(clean, "noise")

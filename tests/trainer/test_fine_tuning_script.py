@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scaling, load_adapter
 from scalelong_diffusers.data import DataSettings, load_training_data
 from scalelong_diffusers.text.stable_diffusion import encode_prompts, load_stable_diffusion, training_schedule
-from scalelong_diffusers.train import finetune_text_to_image
+from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
 from scalelong_diffusers.train.finetune_text_to_image import parse_args
 
 
@@ -126,6 +126,54 @@ import sys, torch, diffusers, scalelong_diffusers
 from safetensors.torch import load_file
 torch.set_num_threads(1)
 pipe = diffusers.StableDiffusionPipeline.from_pretrained(sys.argv[1])
+@pytest.fixture
+def precompute(fresh_accelerator, tmp_path):
+    """`precompute(pipeline_folder)`: the folder of features by its encoders, or by its autoencoder alone."""
+
+    def run(folder, with_captions=True):
+        fresh_accelerator()
+        captions = ["--pretrained_text_encoder_name_or_path", folder] if with_captions else []
+        words = [
+            "--pretrained_vae_model_name_or_path",
+            folder / "vae",
+            *captions,
+            "--output_dir",
+            tmp_path / "features",
+        ]
+        words += ["--resolution", 16, "--center_crop", "--num_shapes", 30]
+        precompute_latents.main([str(word) for word in words])
+        return tmp_path / "features"
+
+    return run
+
+
+class TestFeatures:
+    IMAGES = {"num_shapes": None, "resolution": 16, "center_crop": True}
+
+    @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+    def test_have_every_loss_of_the_encoders_in_the_loop(self, tune, base, precompute, metrics_of, tmp_path, kind):
+        folder = base(kind)
+        in_the_loop = tune(tmp_path / "in_the_loop", folder, center_crop=True)
+        from_features = tune(tmp_path / "out", folder, precomputed_dir=precompute(folder), **self.IMAGES)
+        losses = [[line["loss"] for line in metrics_of(run)] for run in (from_features, in_the_loop)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+    def test_of_another_autoencoder_are_refused(self, refused_tuning, build_kind, base, precompute, tmp_path):
+        folder, other = base(), tmp_path / "other"
+        features = precompute(folder)
+        pipe = build_kind("sd1")
+        torch.nn.init.normal_(pipe.vae.encoder.conv_in.weight)
+        pipe.save_pretrained(other)
+        sentence = refused_tuning(pretrained_model_name_or_path=other, precomputed_dir=features, **self.IMAGES)
+        assert f"were made by the autoencoder {folder / 'vae'} (weights" in sentence
+        assert f"and that of {other} (weights" in sentence
+
+    def test_without_captions_are_refused(self, refused_tuning, base, precompute):
+        features = precompute(base(), with_captions=False)
+        sentence = refused_tuning(precomputed_dir=features, **self.IMAGES)
+        assert "have no captions: precompute them with --pretrained_text_encoder_name_or_path" in sentence
+
+
 pipe.set_progress_bar_config(disable=True)
 generator = torch.Generator().manual_seed(0)
 image = pipe("a red circle", num_inference_steps=2, generator=generator, output_type="pt").images
