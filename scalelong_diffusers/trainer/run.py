@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
-from scalelong_diffusers.adapters import save_adapter
+from scalelong_diffusers.adapters import LORA_FILE, SCALING_FILE, save_adapter
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
 from scalelong_diffusers.sharing import push_adapter, push_to_hub
@@ -175,8 +175,10 @@ def _prepare_folder(args: argparse.Namespace, folder: Path):
             f"--output_dir {folder} holds another run: go on with it by --resume_from_checkpoint latest, or give "
             "another folder"
         )
-    if (folder / DiffusionPipeline.config_name).exists():
-        raise ValueError(f"--output_dir {folder} holds a pipeline: give another folder")
+    indices = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
+    for name, what in indices.items():
+        if (folder / name).exists():
+            raise ValueError(f"--output_dir {folder} holds {what}: give another folder")
 
 
 def _save_into(save: Callable[[Path], None], folder: Path):
