@@ -15,8 +15,9 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
 from PIL import Image
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from scalelong_diffusers.adapters import LORA_FILE, SCALING_FILE, save_adapter
 from scalelong_diffusers.messages import near_miss
@@ -61,7 +62,9 @@ def start(args: argparse.Namespace) -> Accelerator:
     """The accelerator, once it is known that the output folder can be written and holds no other run."""
     folder = Path(args.output_dir)
     _check_tracker(args.report_to)
-    disable_progress_bar()  # of transformers, for each text encoder that is read or written
+    # For each pipeline and text encoder that is read or written: what ends a run is to stand alone on stderr.
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
