@@ -12,7 +12,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
-from scalelong_diffusers.hub import HubMixin
+from scalelong_diffusers.hub import HubMixin, damage_as_sentence
 from scalelong_diffusers.pipelines.fitting import (
     Autoencoder,
     Denoiser,
@@ -27,7 +27,7 @@ from scalelong_diffusers.pipelines.fitting import (
     takes_variance,
     vae_factor,
 )
-from scalelong_diffusers.pipelines.source import check_components, damage_as_sentence
+from scalelong_diffusers.pipelines.source import check_components
 
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")

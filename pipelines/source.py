@@ -1,12 +1,9 @@
 """Whether what a pipeline is loaded from is one, has the components that are needed, and is whole."""
 
 import os
-from contextlib import contextmanager
-from json import JSONDecodeError
 from typing import Any
 
 from diffusers import DiffusionPipeline
-from safetensors import SafetensorError
 
 from scalelong_diffusers.hub import DOWNLOAD_OPTIONS, read_json
 
@@ -42,24 +39,3 @@ def check_components(pipeline_class: type[DiffusionPipeline], source: str | os.P
     if missing := [name for name in folders if not os.path.isdir(os.path.join(source, name))]:
         index_name = DiffusionPipeline.config_name
         raise ValueError(f"{source} is not whole: its {index_name} names {missing[0]}, and there is no such folder")
-
-
-@contextmanager
-def damage_as_sentence(source: str | os.PathLike):
-    """Name what ends too early, weights or JSON. diffusers and transformers each have their way of reporting one."""
-    try:
-        yield
-    except (OSError, SafetensorError, JSONDecodeError) as error:
-        if not _stems_from(error, (SafetensorError, JSONDecodeError)):
-            raise
-        what = "weights" if _stems_from(error, SafetensorError) else "JSON files"
-        # force_download does not help: diffusers takes it for the configs of a pipeline alone.
-        advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
-        said = " ".join(str(error).split())
-        raise OSError(
-            f"the {what} in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
-        ) from error
-
-
-def _stems_from(error: BaseException | None, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
-    return error is not None and (isinstance(error, kind) or _stems_from(error.__cause__ or error.__context__, kind))

@@ -3,9 +3,10 @@
 import json
 import os
 from contextlib import contextmanager
+from json import JSONDecodeError
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 
 # HTTPError is that of the client's HTTP library, and covers a Hub that does not answer.
 from huggingface_hub.errors import (
@@ -18,6 +19,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import SafetensorError
 
 
 # The keywords of `from_pretrained` that say where on the Hub to look.
@@ -52,7 +54,11 @@ def find_file(source: str | os.PathLike, name: str, **download_options) -> str |
         try:
             return hf_hub_download(str(source), name, **download_options)
         except LocalEntryNotFoundError:
-            raise
+            # The cache remembers of a repository, too, which files it does not have.
+            places = {key: download_options[key] for key in ("cache_dir", "revision") if key in download_options}
+            if try_to_load_from_cache(str(source), name, **places) is not _CACHED_NO_EXIST:
+                raise
+            return None
         except EntryNotFoundError:
             return None
 
@@ -83,6 +89,35 @@ def hub_errors_as_sentences(source: str | os.PathLike, revision: str | None = No
         raise OSError(f"the Hub refused the request for {source} with status {status}{advice}") from error
     except HTTPError as error:
         raise OSError(f"the Hub can not be reached for {source}: {error}") from error
+
+
+@contextmanager
+def damage_as_sentence(source: str | os.PathLike):
+    """
+    Name what ends too early, weights or JSON, and weights that are not of their config. diffusers and transformers
+    each have their way of reporting one.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, JSONDecodeError) as error:
+        if not _stems_from(error, (SafetensorError, JSONDecodeError)):
+            raise
+        what = "weights" if _stems_from(error, SafetensorError) else "JSON files"
+        # force_download does not help: diffusers takes it for the configs of a pipeline alone.
+        advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
+        said = " ".join(str(error).split())
+        raise OSError(
+            f"the {what} in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
+        ) from error
+    except RuntimeError as error:
+        # transformers has shown which they are, and advises an option that is not passed on here.
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"{source} has a component whose weights do not fit its config.json") from error
+
+
+def _stems_from(error: BaseException | None, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
+    return error is not None and (isinstance(error, kind) or _stems_from(error.__cause__ or error.__context__, kind))
 
 
 class HubMixin:

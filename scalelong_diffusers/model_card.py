@@ -53,6 +53,7 @@ class CardFacts:
         metrics: figures of merit, each with its name, which had better say how it was measured.
         samples: a picture of samples, a `PIL.Image`, which is uploaded with the card.
         license: the license of the weights, as the Hub spells it.
+        base_model: the repository of the model that this one was fine-tuned from.
     """
 
     preset: str | None = None
@@ -61,6 +62,7 @@ class CardFacts:
     metrics: Mapping[str, Any] | None = None
     samples: Any = None
     license: str | None = None
+    base_model: str | None = None
 
     @classmethod
     def parse(cls, facts: "CardFacts | Mapping[str, Any] | None") -> "CardFacts":
@@ -150,6 +152,8 @@ def _complete_metadata(data: ModelCardData, use: tuple[str, str] | None, facts: 
     data.tags = list(dict.fromkeys([*(data.tags or []), *TAGS]))
     data.pipeline_tag = data.pipeline_tag or (use and use[0])
     data.license = facts.license or data.license
+    if facts.base_model is not None:
+        data.base_model, data.base_model_relation = facts.base_model, "finetune"
 
 
 def _use_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> tuple[str, str] | None:

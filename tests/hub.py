@@ -25,8 +25,9 @@ DATE = "2026-01-01T00:00:00.000Z"
 
 
 class Refusal(Exception):
-    def __init__(self, status: int, code: str = "", message: str = ""):
-        self.status, self.code, self.message = status, code, message or code
+    def __init__(self, status: int, code: str = "", message: str = "", **headers: str):
+        self.status, self.message = status, message or code
+        self.headers = {"X-Error-Code": code, "X-Error-Message": self.message, **headers}
 
 
 class Repository:
@@ -112,8 +113,7 @@ class Handler(BaseHTTPRequestHandler):
                         )
             raise Refusal(404, "EntryNotFound", f"no route {self.command} {url.path}")
         except Refusal as refusal:
-            headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
-            self.reply({"error": refusal.message}, refusal.status, headers)
+            self.reply({"error": refusal.message}, refusal.status, refusal.headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
 
@@ -273,7 +273,8 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.repository(repo)
         sha = repository.sha_of(revision)
         if path not in repository.commits[sha]:
-            raise Refusal(404, "EntryNotFound", f"{path} is not in {repo}")
+            # By the commit the client notes in its cache that there is no such file.
+            raise Refusal(404, "EntryNotFound", f"{path} is not in {repo}", **{"X-Repo-Commit": sha})
         content = repository.commits[sha][path]
         about = {"X-Repo-Commit": sha, "ETag": f'"{file_id(path, content)}"', "Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

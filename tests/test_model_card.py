@@ -197,3 +197,10 @@ def test_an_unknown_fact_is_met_with_the_one_that_was_meant():
     ):
         CardFacts.parse({"metric": {}})
     assert CardFacts.parse(None) == CardFacts()
+
+
+def test_it_names_the_model_that_was_fine_tuned_and_keeps_the_name(pipe):
+    card = make_card(pipe, "user/model", CardFacts(base_model="some/base"))
+    assert (card.data.base_model, card.data.base_model_relation) == ("some/base", "finetune")
+    again = make_card(pipe, "user/model", CardFacts(), previous=str(card))
+    assert (again.data.base_model, again.data.base_model_relation) == ("some/base", "finetune")

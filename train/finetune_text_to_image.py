@@ -19,16 +19,23 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from diffusers.utils import is_peft_available
 from torch import nn
 
+from scalelong_diffusers.adapters import NO_PEFT
 from scalelong_diffusers.data import Batch, DataSettings, load_training_data
-from scalelong_diffusers.pipelines.fitting import check_size, vae_factor
 from scalelong_diffusers.randomness import generator_for, seed_for
-from scalelong_diffusers.text.stable_diffusion import encode_prompts, load_stable_diffusion, training_schedule
+from scalelong_diffusers.text.stable_diffusion import (
+    encode_prompts,
+    load_stable_diffusion,
+    tokenizers,
+    training_schedule,
+)
 from scalelong_diffusers.trainer import (
     NoiseProcess,
     SampleEvaluation,
     TrainingLoop,
+    check_autoencoder,
     check_validation_prompts,
     encode_images,
     fine_tuning_parser,
@@ -45,7 +52,12 @@ from scalelong_diffusers.trainer import (
     start,
     validation_losses,
 )
-from scalelong_diffusers.trainer.fine_tuning import check_warmup, eight_bit_adam, scale_without_jump
+from scalelong_diffusers.trainer.fine_tuning import (
+    check_warmup,
+    eight_bit_adam,
+    scale_without_jump,
+    settle_resolution,
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,9 +71,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--use_8bit_adam", action="store_true", help="a smaller optimizer, which needs bitsandbytes")
     add("--validation_prompts", nargs="+", metavar="TEXT", help="of the sample grid; captions held out by default")
     add("--guidance_scale", type=float, default=7.5, help="of the sample grid; 1 is none")
-    # As in diffusers' script: a constant rate and no average. The resolution is the pipeline's own.
+    # As in diffusers' script: a constant rate and no average. Resolution and scaling are the pipeline's own.
     parser.set_defaults(
-        skip_scaling="ls",
         skip_scaling_warmup_steps=None,
         resolution=None,
         learning_rate=None,
@@ -76,6 +87,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--proportion_empty_prompts must be in [0, 1), got {args.proportion_empty_prompts}")
     if args.noise_offset < 0:
         parser.error(f"--noise_offset must be at least 0, got {args.noise_offset}")
+    if args.lora_rank is not None and not is_peft_available():
+        parser.error(f"--lora_rank {args.lora_rank}: {NO_PEFT}")
     if args.lora_rank is not None and args.push_to_hub and os.path.isdir(args.pretrained_model_name_or_path):
         parser.error(
             "--push_to_hub of a LoRA says which repository it is loaded into, and --pretrained_model_name_or_path "
@@ -92,21 +105,19 @@ def main(argv: Sequence[str] | None = None):
         pipe.set_progress_bar_config(disable=True)
         # In each step it would show the captions that it cuts.
         logging.getLogger(type(pipe).__module__).setLevel(logging.ERROR)
-        if args.resolution is None:
-            args.resolution = pipe.unet.config.sample_size * vae_factor(pipe.vae)
-        check_size("--resolution", args.resolution, vae_factor(pipe.vae))
-        for tokenizer in (pipe.components[name] for name in ("tokenizer", "tokenizer_2") if name in pipe.components):
+        settle_resolution(args, pipe)
+        for tokenizer in tokenizers(pipe):
             check_validation_prompts(args.validation_prompts, tokenizer, tokenizer.model_max_length)
         settings = DataSettings.from_arguments(args)
         channels = pipe.vae.config.in_channels
         data = load_training_data(settings, channels=channels, needs_labels=False, needs_captions=True, seed=args.seed)
+        check_autoencoder(data, pipe.vae, f"that of {args.pretrained_model_name_or_path}")
         process = NoiseProcess(training_schedule(pipe).config, snr_gamma=args.snr_gamma)
         torch.manual_seed(seed_for(args.seed, "model"))  # of gates and LoRA
-        scale_without_jump(args, pipe)
+        trained = scale_without_jump(args, pipe)
         run = settle(args, accelerator, data)
         check_warmup(args)
-        trained = [parameter for parameter in pipe.unet.parameters() if parameter.requires_grad]
-        optimizer = eight_bit_adam(args, trained) if args.use_8bit_adam else None
+        optimizer = eight_bit_adam(args, trained.values()) if args.use_8bit_adam else None
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
         loop = TrainingLoop(args, accelerator, {"unet": pipe.unet}, data, run, optimizer)
 
@@ -116,9 +127,8 @@ def main(argv: Sequence[str] | None = None):
         if args.noise_offset:
             noise = noise + args.noise_offset * batch.normal_like(clean[:, :, :1, :1], "noise offset")
         timesteps = process.timesteps(batch.uniform("timestep")).to(clean.device)
-        # Prompts and, for SDXL, sizes: the images are said to be whole.
         texts = leave_out(batch, args.proportion_empty_prompts)
-        condition = encode_prompts(pipe, texts, target_sizes=[(args.resolution, args.resolution)] * len(texts))
+        condition = encode_prompts(pipe, texts, args.resolution)
         prediction = model(process.add_noise(clean, noise, timesteps), timesteps, **condition).sample
         target = process.target(clean, noise, timesteps)
         losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
@@ -145,7 +155,8 @@ def main(argv: Sequence[str] | None = None):
             loop.record(evaluation.figures(loop, partial(samples, prompts=held_out_captions(data))))
 
     if args.lora_rank is None:
-        save_pipeline(loop, pipe)
+        is_id = not os.path.isdir(args.pretrained_model_name_or_path)
+        save_pipeline(loop, pipe, {"base_model": args.pretrained_model_name_or_path} if is_id else None)
     else:
         save_adapter_alone(loop, pipe, args.pretrained_model_name_or_path)
 

@@ -2,16 +2,25 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import CLIPTextModel, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
 
-from scalelong_diffusers.hub import HubNotReached, read_json
+from scalelong_diffusers.hub import HubNotReached, damage_as_sentence, find_file, read_json
 
 
 logger = logging.getLogger(__name__)
+
+# Either is all that a CLIP's tokenizer is made of.
+_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+# The end of a text in the configs of OpenAI's CLIPs, Stable Diffusion's among them, whose tokenizers have another.
+_EOS_IN_EARLY_CONFIGS = 2
 
 
 class CaptionEncoder:
@@ -65,6 +74,11 @@ def tokenize(texts: Sequence[str], tokenizer: CLIPTokenizer, limit: int) -> torc
     ).input_ids
 
 
+def token_ids(texts: Iterable[str], tokenizer: CLIPTokenizer) -> list[list[int]]:
+    """Of whole texts, of any length: transformers would warn of long ones, and who asks for this says it better."""
+    return tokenizer(list(texts), verbose=False).input_ids
+
+
 def hidden_states(ids: torch.Tensor, text_encoder: CLIPTextModel) -> torch.Tensor:
     return text_encoder(ids)[0]
 
@@ -72,7 +86,7 @@ def hidden_states(ids: torch.Tensor, text_encoder: CLIPTextModel) -> torch.Tenso
 def cut_texts(what: str, texts: Sequence[str], tokenizer: CLIPTokenizer, limit: int) -> list[str]:
     """A sentence for each text that is too long, on what of it is lost; `what` says what the texts are."""
     sentences = []
-    for ids in tokenizer(list(dict.fromkeys(texts))).input_ids:
+    for ids in token_ids(dict.fromkeys(texts), tokenizer):
         if len(ids) > limit:
             # The last token says that the text ends, and is kept.
             lost = tokenizer.decode(ids[limit - 1 : -1])
@@ -104,9 +118,15 @@ def check_text_width(text_encoder: CLIPTextModel, model: nn.Module):
 
 def check_tokenizer(tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel):
     known, embedded = len(tokenizer), text_encoder.config.vocab_size
-    if known > embedded:
+    end, expected = tokenizer.eos_token_id, text_encoder.config.eos_token_id
+    if known > embedded or (expected == _EOS_IN_EARLY_CONFIGS and known != embedded):
         raise ValueError(
             f"the tokenizer has {known} tokens, but the text_encoder reads {embedded}: they do not belong together"
+        )
+    if expected not in (end, _EOS_IN_EARLY_CONFIGS):
+        raise ValueError(
+            f"the tokenizer ends a text with token {end}, but the text_encoder knows its end by token {expected}: "
+            "they do not belong together"
         )
 
 
@@ -121,18 +141,60 @@ def load_text_encoder(
     """
     try:
         is_pipeline = read_json(source, "model_index.json", **hub_options) is not None
-        folder = "text_encoder/" if is_pipeline else ""
-        config = read_json(source, f"{folder}config.json", **hub_options)
+        folder, tokenizer_folder = ("text_encoder", "tokenizer") if is_pipeline else ("", "")
+        config_file = str(PurePosixPath(folder, "config.json"))
+        _check_clip(source, config_file, read_json(source, config_file, **hub_options))
+        _check_tokenizer_files(source, tokenizer_folder, hub_options)
     except HubNotReached as error:
         raise HubNotReached(
             f"{error}: download it where there is a network (`hf download {source}`) and give the folder, or have a "
             "small CLIP built from the captions"
         ) from error
+    with damage_as_sentence(source), _without_report():
+        text_encoder, report = CLIPTextModel.from_pretrained(
+            source,
+            subfolder=folder,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **hub_options,
+        )
+        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=tokenizer_folder, **hub_options)
+    if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        raise ValueError(
+            f"the weights of the text encoder in {source} do not fit its {config_file}: {wrong[0]} is missing or has "
+            "another shape"
+        )
+    check_tokenizer(tokenizer, text_encoder)
+    return text_encoder.eval(), tokenizer
+
+
+def _check_clip(source: str | os.PathLike, config_file: str, config: dict[str, Any] | None):
     if config is None:
-        raise ValueError(f"{source} has no text encoder: there is no {folder}config.json")
+        raise ValueError(f"{source} has no text encoder: there is no {config_file}")
     if config.get("model_type") not in ("clip", "clip_text_model"):
         raise ValueError(f"the text encoder must be a CLIP, and {source} has model_type {config.get('model_type')!r}")
-    encoder_options = {"subfolder": "text_encoder"} if is_pipeline else {}
-    tokenizer_options = {"subfolder": "tokenizer"} if is_pipeline else {}
-    text_encoder = CLIPTextModel.from_pretrained(source, dtype=dtype, **encoder_options, **hub_options)
-    return text_encoder.eval(), CLIPTokenizer.from_pretrained(source, **tokenizer_options, **hub_options)
+
+
+def _check_tokenizer_files(source: str | os.PathLike, folder: str, hub_options: dict[str, Any]):
+    """Without these files transformers makes a tokenizer that knows no words, to which all captions are the same."""
+    choices = [[str(PurePosixPath(folder, name)) for name in names] for names in _TOKENIZER_FILES]
+    for files in choices:
+        if all(find_file(source, file, **hub_options) is not None for file in files):
+            return
+    accepted = " nor ".join(" and ".join(files) for files in choices)
+    raise ValueError(
+        f"{source} has a text encoder without a tokenizer: there is neither {accepted}; give the pipeline that it is "
+        "a part of, or put the files of its tokenizer there"
+    )
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers shows a table of weights that do not fit, which end in a sentence here."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

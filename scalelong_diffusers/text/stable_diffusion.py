@@ -13,14 +13,15 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from torch import nn
+from transformers import CLIPTokenizer
 
+from scalelong_diffusers.hub import damage_as_sentence
 from scalelong_diffusers.pipelines.fitting import conditions_of
-from scalelong_diffusers.pipelines.source import check_components, damage_as_sentence, pipeline_index
-from scalelong_diffusers.text.encoding import check_texts, text_width
+from scalelong_diffusers.pipelines.source import check_components, pipeline_index
+from scalelong_diffusers.text.encoding import check_texts, check_tokenizer, text_width
 
 
 StableDiffusion = StableDiffusionPipeline | StableDiffusionXLPipeline
-HeightWidth = tuple[int, int]
 
 # The schedule of the noise; the rest of a scheduler's config is about sampling.
 _SCHEDULE = (
@@ -66,6 +67,8 @@ def check_stable_diffusion(pipe: DiffusionPipeline):
     if channels != latent_channels:
         kind = " (one for inpainting takes masked image and mask besides)" if channels == 9 else ""
         raise ValueError(f"the unet takes {channels} channels{kind}, and the latents of the vae {latent_channels}")
+    for encoder, tokenizer in zip(text_encoders(pipe), tokenizers(pipe)):
+        check_tokenizer(tokenizer, encoder)
     widths = [encoder.config.hidden_size for encoder in text_encoders(pipe)]
     if sum(widths) != text_width(pipe.unet):
         raise ValueError(
@@ -85,22 +88,20 @@ def text_encoders(pipe: StableDiffusion) -> list[nn.Module]:
     return [pipe.text_encoder, pipe.text_encoder_2] if is_xl else [pipe.text_encoder]
 
 
+def tokenizers(pipe: StableDiffusion) -> list[CLIPTokenizer]:
+    is_xl = isinstance(pipe, StableDiffusionXLPipeline)
+    return [pipe.tokenizer, pipe.tokenizer_2] if is_xl else [pipe.tokenizer]
+
+
 @torch.no_grad()
-def encode_prompts(
-    pipe: StableDiffusion,
-    prompts: Sequence[str],
-    original_sizes: Sequence[HeightWidth] | None = None,
-    crops_top_left: Sequence[HeightWidth] | None = None,
-    target_sizes: Sequence[HeightWidth] | None = None,
-) -> dict[str, Any]:
+def encode_prompts(pipe: StableDiffusion, prompts: Sequence[str], resolution: int | None = None) -> dict[str, Any]:
     """
     The keyword arguments that the U-Net takes for these prompts, as the pipeline itself encodes them. The empty text
     becomes what the pipeline's guidance leads away from, which for SDXL may be zeros.
 
     Args:
-        original_sizes, crops_top_left, target_sizes: (height, width) of each image before it was resized, where it was
-            cropped, and what it is now. SDXL alone is told of them; by default an image is as large as the pipeline
-            makes them, and whole.
+        resolution: the side of the images, of which SDXL alone is told, and that they are whole; by default as large
+            as the pipeline makes them.
 
     ```python
     noise = pipe.unet(noisy_latents, timesteps, **encode_prompts(pipe, captions)).sample
@@ -112,7 +113,9 @@ def encode_prompts(
         states, _ = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, 1, do_classifier_free_guidance=False)
         return {"encoder_hidden_states": states}
     states, text_embeds = _encode_for_xl(pipe, list(prompts))
-    time_ids = _time_ids(pipe, len(prompts), original_sizes, crops_top_left, target_sizes).to(states)
+    side = pipe.default_sample_size * pipe.vae_scale_factor if resolution is None else resolution
+    # Height and width before and after the image was scaled, with where it was cropped between them.
+    time_ids = torch.tensor([[side, side, 0, 0, side, side]] * len(prompts)).to(states)
     return {
         "encoder_hidden_states": states,
         "added_cond_kwargs": {"text_embeds": text_embeds, "time_ids": time_ids},
@@ -142,26 +145,6 @@ def _encode_for_xl(pipe: StableDiffusionXLPipeline, prompts: list[str]) -> tuple
         states = torch.where(is_empty[:, None, None], null_states, states)
         pooled = torch.where(is_empty[:, None], null_pooled, pooled)
     return states, pooled
-
-
-def _time_ids(
-    pipe: StableDiffusionXLPipeline,
-    count: int,
-    original_sizes: Sequence[HeightWidth] | None,
-    crops_top_left: Sequence[HeightWidth] | None,
-    target_sizes: Sequence[HeightWidth] | None,
-) -> torch.Tensor:
-    side = pipe.default_sample_size * pipe.vae_scale_factor
-    target_sizes = [(side, side)] * count if target_sizes is None else target_sizes
-    given = {
-        "original_sizes": target_sizes if original_sizes is None else original_sizes,
-        "crops_top_left": [(0, 0)] * count if crops_top_left is None else crops_top_left,
-        "target_sizes": target_sizes,
-    }
-    for name, pairs in given.items():
-        if len(pairs) != count or any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{name} must have a pair (height, width) for each of the {count} prompts, got {pairs!r}")
-    return torch.cat([torch.as_tensor(pairs) for pairs in given.values()], dim=1)
 
 
 def _no_stable_diffusion(what: str | os.PathLike, class_name: str | list[str]) -> str:

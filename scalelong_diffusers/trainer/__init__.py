@@ -7,7 +7,7 @@ from scalelong_diffusers.trainer.arguments import (
     training_parser,
 )
 from scalelong_diffusers.trainer.evaluation import SampleEvaluation
-from scalelong_diffusers.trainer.latents import check_text_encoder, encode_images
+from scalelong_diffusers.trainer.latents import check_autoencoder, check_text_encoder, encode_images
 from scalelong_diffusers.trainer.loop import TrainingLoop, TrainingStopped
 from scalelong_diffusers.trainer.models import build_model, load_vae
 from scalelong_diffusers.trainer.noise import NoiseProcess
@@ -39,6 +39,7 @@ __all__ = [
     "TrainingStopped",
     "build_model",
     "build_text_encoder",
+    "check_autoencoder",
     "check_processes",
     "check_text_encoder",
     "check_validation_prompts",

@@ -9,6 +9,8 @@ from torch import nn
 from scalelong_diffusers.arguments import skip_scaling_fields
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.patching import set_skip_scaling_strength
+from scalelong_diffusers.pipelines.fitting import check_size, vae_factor
+from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.text.fine_tuning import config_for_fine_tuning, prepare_for_fine_tuning, starts_at_one
 from scalelong_diffusers.text.stable_diffusion import StableDiffusion
 
@@ -17,13 +19,26 @@ from scalelong_diffusers.text.stable_diffusion import StableDiffusion
 _WARMUP_STEPS = 500
 
 
-def scale_without_jump(args: argparse.Namespace, pipe: StableDiffusion):
+def settle_resolution(args: argparse.Namespace, pipe: StableDiffusion):
+    """Where `--resolution` is not given it is that of the images that the pipeline makes."""
+    size, factor = pipe.unet.config.sample_size, vae_factor(pipe.vae)
+    if args.resolution is None:
+        if not isinstance(size, int):
+            raise ValueError(
+                f"the unet of {args.pretrained_model_name_or_path} has sample_size={size!r}, which names no side of "
+                "square images: give --resolution"
+            )
+        args.resolution = size * factor
+    check_size("--resolution", args.resolution, factor)
+
+
+def scale_without_jump(args: argparse.Namespace, pipe: StableDiffusion) -> dict[str, nn.Parameter]:
     """
-    Scale the pipeline's U-Net as the flags say, and choose what of it is trained. Its first output is unchanged: what
-    would change it is warmed up by the loop, from 0 to the strength that it has here.
+    Scale the pipeline's U-Net as the flags say, and return what of it is trained, by name. Its first output is
+    unchanged: what would change it is warmed up by the loop, from 0 to the strength that it has here.
     """
-    wanted = config_for_fine_tuning(skip_scaling_fields(args))
     is_scaled = isinstance(pipe.unet, SkipScalingMixin) and pipe.unet.skip_scaler.config.method != "none"
+    wanted = _wanted_scaling(args, pipe.unet.skip_scaler.config if is_scaled else None)
     if is_scaled or starts_at_one(wanted):
         if args.skip_scaling_warmup_steps:
             reason = f"{args.pretrained_model_name_or_path} is scaled already" if is_scaled else _starts_at_one(args)
@@ -38,9 +53,20 @@ def scale_without_jump(args: argparse.Namespace, pipe: StableDiffusion):
         )
     elif args.skip_scaling_warmup_steps is None:
         args.skip_scaling_warmup_steps = _WARMUP_STEPS
-    prepare_for_fine_tuning(pipe, wanted, args.lora_rank, args.lora_alpha)
+    trained = prepare_for_fine_tuning(pipe, wanted, args.lora_rank, args.lora_alpha)
     if args.skip_scaling_warmup_steps:
         set_skip_scaling_strength(pipe, wanted.strength)
+    return trained
+
+
+def _wanted_scaling(args: argparse.Namespace, present: SkipScalingConfig | None) -> SkipScalingConfig:
+    """Without `--skip_scaling` the one that is there, or else `ls`."""
+    if args.skip_scaling is None and present is None:
+        args.skip_scaling = "ls"
+    fields = skip_scaling_fields(args)
+    wanted = present if fields is None else config_for_fine_tuning(fields)
+    args.skip_scaling = wanted.method
+    return wanted
 
 
 def check_warmup(args: argparse.Namespace):

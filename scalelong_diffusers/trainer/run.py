@@ -15,10 +15,11 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
 from PIL import Image
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
-from scalelong_diffusers.adapters import save_adapter
+from scalelong_diffusers.adapters import LORA_FILE, SCALING_FILE, save_adapter
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.model_card import CardFacts
 from scalelong_diffusers.sharing import push_adapter, push_to_hub
@@ -61,7 +62,9 @@ def start(args: argparse.Namespace) -> Accelerator:
     """The accelerator, once it is known that the output folder can be written and holds no other run."""
     folder = Path(args.output_dir)
     _check_tracker(args.report_to)
-    disable_progress_bar()  # of transformers, for each text encoder that is read or written
+    # For each pipeline and text encoder that is read or written: what ends a run is to stand alone on stderr.
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -175,8 +178,10 @@ def _prepare_folder(args: argparse.Namespace, folder: Path):
             f"--output_dir {folder} holds another run: go on with it by --resume_from_checkpoint latest, or give "
             "another folder"
         )
-    if (folder / DiffusionPipeline.config_name).exists():
-        raise ValueError(f"--output_dir {folder} holds a pipeline: give another folder")
+    indices = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
+    for name, what in indices.items():
+        if (folder / name).exists():
+            raise ValueError(f"--output_dir {folder} holds {what}: give another folder")
 
 
 def _save_into(save: Callable[[Path], None], folder: Path):

@@ -11,7 +11,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from scalelong_diffusers.data import Batch, TrainingData
 from scalelong_diffusers.randomness import seed_for
-from scalelong_diffusers.text.encoding import load_text_encoder, text_width
+from scalelong_diffusers.text.encoding import load_text_encoder, text_width, token_ids
 from scalelong_diffusers.text.small_clip import build_small_clip, build_tokenizer
 
 
@@ -51,7 +51,7 @@ def build_text_encoder(args: argparse.Namespace, data: TrainingData, model: Mode
     captions = list(data.train.captions())
     width, limit = text_width(model), model.config.get("context_length", _LONGEST)
     tokenizer = build_tokenizer(captions, limit)
-    longest = max(map(len, tokenizer(list(dict.fromkeys(captions))).input_ids))
+    longest = max(map(len, token_ids(dict.fromkeys(captions), tokenizer)))
     torch.manual_seed(seed_for(args.seed, "text_encoder"))
     return build_small_clip(
         captions,
@@ -83,7 +83,7 @@ def held_out_captions(data: TrainingData, limit: int | None = None) -> list[str]
 
 def check_validation_prompts(prompts: Sequence[str] | None, tokenizer: CLIPTokenizer, limit: int):
     for prompt in prompts or ():
-        length = len(tokenizer(prompt).input_ids)
+        length = len(token_ids([prompt], tokenizer)[0])
         if length > limit:
             raise ValueError(
                 f"--validation_prompts: {prompt!r} has {length} tokens, and its encoder and model read {limit}: "

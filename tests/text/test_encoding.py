@@ -1,5 +1,6 @@
 """Captions are read in training as prompts are read in sampling, and what can not be read is said."""
 
+import json
 import logging
 
 import pytest
@@ -80,6 +81,43 @@ def test_a_tokenizer_that_is_not_the_encoders(uvit, tiny_clip):
         CaptionEncoder(encoder, tokenizer, uvit())
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eos_token_id": 7}, "ends a text with token 60, but the text_encoder knows its end by token 7"),
+        # As in the configs of OpenAI's CLIPs, which do not say what the end is.
+        ({"eos_token_id": 2, "vocab_size": 70}, "the tokenizer has 61 tokens, but the text_encoder reads 70"),
+    ],
+)
+def test_a_tokenizer_of_another_encoder(uvit, tiny_clip, config, message):
+    encoder, tokenizer = tiny_clip
+    encoder.config.update(config)
+    with pytest.raises(ValueError, match=f"{message}.*: they do not belong together"):
+        CaptionEncoder(encoder, tokenizer, uvit())
+
+
+def test_the_end_that_openai_wrote_into_its_configs(uvit, tiny_clip):
+    encoder, tokenizer = tiny_clip
+    encoder.config.eos_token_id = 2
+    assert CaptionEncoder(encoder, tokenizer, uvit()).tokenize(["a"])[0, -1] == tokenizer.eos_token_id
+
+
+@pytest.fixture
+def clip(tiny_clip, tmp_path):
+    """The folder of a text encoder and its tokenizer."""
+    for part in tiny_clip:
+        part.save_pretrained(tmp_path / "clip")
+    return tmp_path / "clip"
+
+
+def as_older_files(folder):
+    """What is in tokenizer.json as vocab.json and merges.txt, which many a repository has alone."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+
+
 class TestLoading:
     @pytest.mark.parametrize("layout", ["clip", "pipeline"])
     def test_from_a_folder(self, uvit, tiny_clip, tmp_path, layout):
@@ -109,6 +147,53 @@ class TestLoading:
         tokenizer.save_pretrained(tmp_path)
         assert load_text_encoder(tmp_path)[0].dtype == torch.float32
         assert load_text_encoder(tmp_path, dtype=torch.float16)[0].dtype == torch.float16
+
+    def test_an_older_tokenizer(self, clip, tiny_clip):
+        as_older_files(clip)
+        ids = load_text_encoder(clip)[1](CAPTIONS).input_ids
+        assert ids == tiny_clip[1](CAPTIONS).input_ids
+
+    def test_from_the_hub_and_from_the_cache_without_it(self, hub, clip):
+        as_older_files(clip)
+        hub("from huggingface_hub import HfApi\n"
+            "HfApi().create_repo('tester/clip')\n"
+            "HfApi().upload_folder(repo_id='tester/clip', folder_path='clip')")  # fmt: skip
+        code = """
+from scalelong_diffusers.text.encoding import load_text_encoder
+print(load_text_encoder("tester/clip")[1]("a red circle").input_ids)
+"""
+        loaded = hub(code, home="elsewhere").stdout
+        assert len(json.loads(loaded)) == 5
+        assert hub(code, home="elsewhere", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9").stdout == loaded
+
+    def test_without_a_tokenizer(self, uvit, tiny_clip, clip, tmp_path):
+        (clip / "tokenizer.json").unlink()
+        with pytest.raises(
+            ValueError,
+            match=r"without a tokenizer: there is neither tokenizer\.json nor vocab\.json and merges\.txt; give",
+        ):
+            load_text_encoder(clip)
+        pipe = ScaleLongTextToImagePipeline(uvit(), DDIMScheduler(), *tiny_clip)
+        pipe.save_pretrained(tmp_path / "pipe")
+        (tmp_path / "pipe" / "tokenizer" / "tokenizer.json").unlink()
+        with pytest.raises(ValueError, match=r"neither tokenizer/tokenizer\.json nor tokenizer/vocab\.json and token"):
+            load_text_encoder(tmp_path / "pipe")
+
+    def test_weights_that_break_off(self, clip):
+        weights = clip / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+        with pytest.raises(OSError, match=r"the weights in .*clip are damaged, or were not downloaded to their end"):
+            load_text_encoder(clip)
+
+    @pytest.mark.parametrize(
+        ("config", "name"), [({"hidden_size": 32}, "embeddings."), ({"num_hidden_layers": 2}, "encoder.layers.1.")]
+    )
+    def test_weights_of_another_config(self, clip, config, name, capfd):
+        file = clip / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        with pytest.raises(ValueError, match=rf"do not fit its config\.json: {name}\S+ is missing or has another sh"):
+            load_text_encoder(clip)
+        assert "REPORT" not in capfd.readouterr().err
 
     def test_one_that_is_not_at_hand_offline(self):
         with pytest.raises(OSError, match=r"the Hub can not be reached.*`hf download openai/clip-vit-large-patch14`"):

@@ -58,6 +58,20 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"is not whole: its model_index.json names text_encoder"):
             load_stable_diffusion(tmp_path)
 
+    def test_a_text_encoder_whose_config_is_of_another(self, build_kind, tmp_path):
+        build_kind("sd1").save_pretrained(tmp_path)
+        file = tmp_path / "text_encoder" / "config.json"
+        file.write_text(file.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+        with pytest.raises(ValueError, match=r"has a component whose weights do not fit its config\.json"):
+            load_stable_diffusion(tmp_path)
+
+    @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
+    def test_without_the_files_of_a_tokenizer(self, build_kind, tmp_path, name):
+        build_kind("sdxl").save_pretrained(tmp_path)
+        (tmp_path / name / "tokenizer.json").unlink()
+        with pytest.raises(ValueError, match=r"the tokenizer ends .* they do not belong together"):
+            load_stable_diffusion(tmp_path)
+
 
 class TestWhatIsNoStableDiffusion:
     def refused(self, pipe, message):
@@ -149,15 +163,8 @@ class TestEncoding:
 
     def test_sizes_are_told_to_sdxl(self, build_kind):
         pipe = build_kind("sdxl")
-        arguments = encode_prompts(
-            pipe, PROMPTS[:2], [(64, 48), (16, 16)], crops_top_left=[(3, 0), (0, 1)], target_sizes=[(16, 16), (8, 8)]
-        )
-        expected = [[64, 48, 3, 0, 16, 16], [16, 16, 0, 1, 8, 8]]
-        assert arguments["added_cond_kwargs"]["time_ids"].tolist() == expected
-        whole = encode_prompts(pipe, PROMPTS[:1])["added_cond_kwargs"]["time_ids"]
-        assert whole.tolist() == [[16, 16, 0, 0, 16, 16]]
-        with pytest.raises(ValueError, match=r"original_sizes must have a pair .* of the 2 prompts, got \[\(64"):
-            encode_prompts(pipe, PROMPTS[:2], original_sizes=[(64, 48)])
+        told = (encode_prompts(pipe, PROMPTS[:2], *side)["added_cond_kwargs"]["time_ids"] for side in ((), (64,)))
+        assert [ids.tolist() for ids in told] == [[[side, side, 0, 0, side, side]] * 2 for side in (16, 64)]
 
     def test_a_prompt_that_is_no_text(self, pipe):
         with pytest.raises(TypeError, match="prompts must be texts; that at position 1 is 3"):

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scaling, load_adapter
 from scalelong_diffusers.data import DataSettings, load_training_data
 from scalelong_diffusers.text.stable_diffusion import encode_prompts, load_stable_diffusion, training_schedule
-from scalelong_diffusers.train import finetune_text_to_image
+from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
 from scalelong_diffusers.train.finetune_text_to_image import parse_args
+from scalelong_diffusers.trainer import TrainingStopped
 
 
 FAST = {"max_train_steps": 3, "validation_steps": 0}
@@ -63,8 +64,8 @@ def first_batch():
     return next(iter(data.train.batches(batch_size=4, num_steps=1)))
 
 
-def stock_loss(folder, noise_offset=0.0, snr_gamma=None):
-    """The loss of the first batch as diffusers' own parts compute it."""
+def stock_loss(folder, noise_offset=0.0, snr_gamma=None, captions=None):
+    """The loss of the first batch, or of its images with other captions, as diffusers' own parts compute it."""
     pipe, batch = load_stable_diffusion(folder), first_batch()
     schedule = training_schedule(pipe)
     with torch.no_grad():
@@ -75,7 +76,7 @@ def stock_loss(folder, noise_offset=0.0, snr_gamma=None):
         noise = noise + noise_offset * batch.normal_like(latents[:, :, :1, :1], "noise offset")
         timesteps = (batch.uniform("timestep") * 1000).long()
         noisy = schedule.add_noise(latents, noise, timesteps)
-        prediction = pipe.unet(noisy, timesteps, **encode_prompts(pipe, batch["captions"])).sample
+        prediction = pipe.unet(noisy, timesteps, **encode_prompts(pipe, captions or batch["captions"])).sample
         is_v = schedule.config.prediction_type == "v_prediction"
         target = schedule.get_velocity(latents, noise, timesteps) if is_v else noise
         losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
@@ -103,10 +104,74 @@ class TestTheFirstStep:
         assert metrics_of(run)[0]["loss"] == pytest.approx(expected, rel=1e-5)
         assert expected != pytest.approx(stock_loss(folder), rel=1e-2)
 
+    @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+    def test_with_nearly_all_captions_left_out(self, tune, base, metrics_of, tmp_path, kind):
+        folder = base(kind)
+        run = tune(tmp_path / "run", folder, proportion_empty_prompts=0.999999)
+        expected = stock_loss(folder, captions=[""] * 4)
+        assert metrics_of(run)[0]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert expected != pytest.approx(stock_loss(folder), rel=1e-4)
+
+    def test_in_half_precision_is_nearly_that_of_full_and_the_weights_stay_full(self, tune, metrics_of, tmp_path):
+        half, full = (tune(tmp_path / name, mixed_precision=name) for name in ("bf16", "no"))
+        losses = [metrics_of(run)[0]["loss"] for run in (half, full)]
+        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+        assert losses[0] != losses[1]
+        weights = load_file(half / "unet" / "diffusion_pytorch_model.safetensors")
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
     def test_gradient_checkpointing_changes_nothing(self, tune, metrics_of, tmp_path):
         runs = (tune(tmp_path / str(on), gradient_checkpointing=on, learning_rate=0.01) for on in (None, True))
         one, other = ([line["loss"] for line in metrics_of(run)] for run in runs)
         assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.fixture
+def precompute(fresh_accelerator, tmp_path):
+    """`precompute(pipeline_folder)`: the folder of features by its encoders, or by its autoencoder alone."""
+
+    def run(folder, with_captions=True):
+        fresh_accelerator()
+        captions = ["--pretrained_text_encoder_name_or_path", folder] if with_captions else []
+        words = [
+            "--pretrained_vae_model_name_or_path",
+            folder / "vae",
+            *captions,
+            "--output_dir",
+            tmp_path / "features",
+        ]
+        words += ["--resolution", 16, "--center_crop", "--num_shapes", 30]
+        precompute_latents.main([str(word) for word in words])
+        return tmp_path / "features"
+
+    return run
+
+
+class TestFeatures:
+    IMAGES = {"num_shapes": None, "resolution": 16, "center_crop": True}
+
+    @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+    def test_have_every_loss_of_the_encoders_in_the_loop(self, tune, base, precompute, metrics_of, tmp_path, kind):
+        folder = base(kind)
+        in_the_loop = tune(tmp_path / "in_the_loop", folder, center_crop=True)
+        from_features = tune(tmp_path / "out", folder, precomputed_dir=precompute(folder), **self.IMAGES)
+        losses = [[line["loss"] for line in metrics_of(run)] for run in (from_features, in_the_loop)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+    def test_of_another_autoencoder_are_refused(self, refused_tuning, build_kind, base, precompute, tmp_path):
+        folder, other = base(), tmp_path / "other"
+        features = precompute(folder)
+        pipe = build_kind("sd1")
+        torch.nn.init.normal_(pipe.vae.encoder.conv_in.weight)
+        pipe.save_pretrained(other)
+        sentence = refused_tuning(pretrained_model_name_or_path=other, precomputed_dir=features, **self.IMAGES)
+        assert f"were made by the autoencoder {folder / 'vae'} (weights" in sentence
+        assert f"and that of {other} (weights" in sentence
+
+    def test_without_captions_are_refused(self, refused_tuning, base, precompute):
+        features = precompute(base(), with_captions=False)
+        sentence = refused_tuning(precomputed_dir=features, **self.IMAGES)
+        assert "have no captions: precompute them with --pretrained_text_encoder_name_or_path" in sentence
 
 
 class TestWhatIsLeftBehind:
@@ -161,24 +226,35 @@ print(scalelong_diffusers.skip_connections(pipe).config.method, type(pipe.unet).
         with Image.open(out / "samples" / "step-000003.png") as grid:
             assert grid.size == (32, 32)  # two by two of 16 pixels, the last one empty
 
-    def test_a_lora_on_the_hub(self, hub, build_kind, tmp_path):
+    def test_on_the_hub(self, hub, build_kind, tmp_path):
         build_kind("sd1").save_pretrained(tmp_path / "base")
         code = """
 import torch
 torch.set_num_threads(1)
 from diffusers import StableDiffusionPipeline
+from huggingface_hub import ModelCard, hf_hub_download
 from scalelong_diffusers import load_adapter
 from scalelong_diffusers.train import finetune_text_to_image
 StableDiffusionPipeline.from_pretrained("base").push_to_hub("owner/base")
-flags = "--num_shapes 30 --train_batch_size 2 --max_train_steps 2 --sample_steps 0 --lora_rank 2"
-flags += " --skip_scaling_reduction 4 --push_to_hub --hub_model_id owner/adapter --output_dir out"
-finetune_text_to_image.main(["--pretrained_model_name_or_path", "owner/base", *flags.split()])
+shared = "--pretrained_model_name_or_path owner/base --num_shapes 30 --train_batch_size 2 --max_train_steps 2"
+shared += " --sample_steps 0 --skip_scaling_reduction 4 --push_to_hub"
+for name, flags in {"adapter": "--lora_rank 2", "whole": ""}.items():
+    flags = f"{shared} {flags} --hub_model_id owner/{name} --output_dir {name}"
+    finetune_text_to_image.main(flags.split())
+    card = ModelCard(open(hf_hub_download(f"owner/{name}", "README.md")).read()).data
+    print(card.base_model, card.base_model_relation)
 pipe = load_adapter(StableDiffusionPipeline.from_pretrained("owner/base"), "owner/adapter")
 print(pipe.unet.skip_scaler.config.method, len(pipe.unet.peft_config))
+pipe = StableDiffusionPipeline.from_pretrained("owner/whole")
+here = StableDiffusionPipeline.from_pretrained("whole")
+same = all(torch.equal(*weights) for weights in zip(pipe.unet.parameters(), here.unet.parameters()))
+print(pipe.unet.skip_scaler.config.method, same)
 """
         result = hub(code)
         assert "failed" not in result.stderr
-        assert result.stdout.splitlines()[-1] == "ls 1"
+        printed = result.stdout.splitlines()
+        assert [line for line in printed if line.startswith("owner/")] == ["owner/base adapter", "owner/base finetune"]
+        assert printed[-2:] == ["ls 1", "ls True"]
 
 
 class TestWarmingUp:
@@ -198,12 +274,22 @@ class TestWarmingUp:
         out = tune(tmp_path / "out", **changes)
         assert self.strengths(out) == [0, 0.25, 0.5]
 
-    def test_a_pipeline_that_is_scaled_goes_on_as_it_is(self, tune, base, tmp_path):
-        apply_skip_scaling(load_stable_diffusion(base()), {"method": "cs", "strength": 0.7}).save_pretrained(
-            tmp_path / "scaled"
-        )
-        out = tune(tmp_path / "out", tmp_path / "scaled", skip_scaling="cs")
+    @pytest.mark.parametrize(
+        ("scaling", "changes"),
+        [
+            ({"method": "cs", "strength": 0.7}, {"skip_scaling": "cs"}),
+            ({"method": "cs", "kappa": 0.8, "strength": 0.7}, {}),
+            ({"method": "ls", "reduction": 4, "strength": 0.7}, {}),
+        ],
+    )
+    def test_a_pipeline_that_is_scaled_goes_on_as_it_is(self, tune, base, tmp_path, scaling, changes):
+        pipe = apply_skip_scaling(load_stable_diffusion(base()), scaling)
+        pipe.save_pretrained(tmp_path / "scaled")
+        out = tune(tmp_path / "out", tmp_path / "scaled", **changes)
+        trained = ScaleLongUNet2DConditionModel.from_pretrained(out / "unet")
+        assert trained.skip_scaler.config == pipe.unet.skip_scaler.config
         assert self.strengths(out) == [0.7]
+        assert json.loads((out / "settings.json").read_text())["skip_scaling"] == scaling["method"]
 
 
 class TestResuming:
@@ -255,8 +341,32 @@ def test_two_processes_train_a_lora_as_one_does(tune, launch, base, metrics_of, 
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_eight_bit_adam_is_resumed_bit_for_bit(tune, base, assert_same_run, tmp_path):
-    pytest.importorskip("bitsandbytes")
+class EightBits(torch.optim.Optimizer):
+    """Its momentum is stored as places in a table that all parameters share, as in 8-bit Adam."""
+
+    def __init__(self, args, parameters):
+        super().__init__(parameters, {"lr": args.learning_rate})
+        self.table = torch.linspace(-1, 1, 255)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["places"] = torch.full_like(parameter, 127, dtype=torch.uint8)
+                    state["table"] = self.table
+                momentum = state["table"][state["places"].long()].lerp(parameter.grad.clamp(-1, 1), 0.5)
+                state["places"] = ((momentum + 1) * 127).round().to(torch.uint8)
+                parameter.sub_(group["lr"] * momentum)
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", None])
+def test_eight_bit_adam_is_resumed_bit_for_bit(tune, base, assert_same_run, monkeypatch, tmp_path, package):
+    if package is None:
+        monkeypatch.setattr(finetune_text_to_image, "eight_bit_adam", EightBits)
+    else:
+        pytest.importorskip(package)
     changes = {"max_train_steps": 4, "checkpointing_steps": 2, "learning_rate": 0.01, "use_8bit_adam": True}
     folder = base()
     expected = tune(tmp_path / "unbroken", folder, **changes)
@@ -275,7 +385,14 @@ class TestDefaults:
             parse_args(["--pretrained_model_name_or_path", "x", "--lora_rank", "4"]),
         )
         assert (whole.learning_rate, lora.learning_rate) == (1e-5, 1e-4)
-        assert (whole.lr_scheduler, whole.use_ema, whole.skip_scaling) == ("constant", False, "ls")
+        assert (whole.lr_scheduler, whole.use_ema) == ("constant", False)
+
+
+# As where it is not installed.
+WITHOUT_PEFT = (
+    "import runpy, sys; sys.modules['peft'] = None; sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 class TestRefused:
@@ -293,6 +410,7 @@ class TestRefused:
             ({"skip_scaling": "cs", "skip_scaling_warmup_steps": 16}, "does not end within the run's 16 steps"),
             ({"skip_scaling": "cs"}, "--skip_scaling_warmup_steps 500 does not end within the run's 16 steps"),
             ({"resolution": 15}, "--resolution=15 does not fit"),
+            ({"proportion_empty_prompts": 1}, "--proportion_empty_prompts must be in [0, 1), got 1.0"),
             ({"lora_rank": 2, "push_to_hub": True}, "is a folder: give an id, or push later with push_adapter"),
             ({"validation_prompts": ["red " * 9]}, "has 11 tokens, and its encoder and model read 10: shorten it"),
             ({"pretrained_model_name_or_path": "some/sd"}, "some/sd is no local folder, and the Hub can not be"),
@@ -326,3 +444,49 @@ class TestRefused:
         changes = {"pretrained_model_name_or_path": tmp_path / "scaled", "resolution": None, "skip_scaling": "cs"}
         assert "scaled is scaled already" in refused_tuning(skip_scaling_warmup_steps=2, **changes)
         assert "was trained with SkipScalingConfig(method='cs'" in refused_tuning(**{**changes, "skip_scaling": "ls"})
+        said = refused_tuning(**{**changes, "skip_scaling": None, "kappa": 0.5})
+        assert said.startswith("--kappa needs --skip_scaling METHOD")
+
+    @pytest.mark.parametrize("size", [None, [8, 8]])
+    def test_a_unet_that_names_no_size(self, refused_tuning, tune, build_kind, sd, tmp_path, size):
+        pipe = build_kind("sd1")
+        pipe.unet = sd.build(sample_size=size)
+        pipe.save_pretrained(tmp_path / "sizeless")
+        sentence = refused_tuning(pretrained_model_name_or_path=tmp_path / "sizeless", resolution=None)
+        assert f"sizeless has sample_size={size}, which names no side of square images: give --resolution" in sentence
+        tune(tmp_path / "out", tmp_path / "sizeless", resolution=16, max_train_steps=1)
+
+    def test_a_folder_with_an_adapter(self, tune, base, tmp_path):
+        out = tune(tmp_path / "out", lora_rank=2, **METHODS["ls"])
+        shutil.rmtree(out / "checkpoint-3")
+        before = {path.name for path in out.iterdir()}
+        for lora_rank in (2, None):
+            with pytest.raises(TrainingStopped, match=r"out holds an adapter: give another folder") as stopped:
+                tune(out, tmp_path / "sd1", lora_rank=lora_rank, **METHODS["cs"])
+            assert stopped.value.exit_code == 2
+        assert {path.name for path in out.iterdir()} == before
+
+    @pytest.mark.parametrize(
+        ("changes", "code", "message"),
+        [
+            (
+                {"validation_prompts": ["red " * 9]},
+                None,
+                "has 11 tokens, and its encoder and model read 10: shorten it",
+            ),
+            (
+                {"lora_rank": 2},
+                WITHOUT_PEFT,
+                "--lora_rank 2: LoRA needs the package peft: pip install 'scalelong-diffu",
+            ),
+        ],
+    )
+    def test_in_one_line_and_with_exit_code_2(self, launch, base, tmp_path, changes, code, message):
+        settings = {"model_config_name_or_path": None, "resolution": None, "pretrained_model_name_or_path": base()}
+        script = finetune_text_to_image.__file__
+        status, _, errors = launch(tmp_path / "run", script=script, python_code=code, **settings, **changes).wait()
+        assert status == 2
+        # transformers says something of its own as it is imported, where torchvision is missing.
+        (line,) = [line for line in errors.strip().splitlines() if "requires torchvision" not in line]
+        assert line.startswith("finetune_text_to_image")
+        assert message in line

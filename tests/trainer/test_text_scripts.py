@@ -180,13 +180,17 @@ class TestCaptionsThatAreLeftOut:
             assert len(outs) > 200
             assert sum(outs) / len(outs) == pytest.approx(0.5, abs=0.1)
 
-    def test_they_are_the_empty_text(self, train_text, metrics_of, tmp_path):
+    def test_they_are_the_empty_text(self, train_text, metrics_of, monkeypatch, tmp_path):
         """With nearly all left out a model is trained on what guidance leads away from: captions do not count."""
-        losses = []
-        for proportion in (0.0, 0.999999):
-            folder = train_text(tmp_path / str(proportion), proportion_empty_prompts=proportion, **FAST)
-            losses.append(metrics_of(folder)[-1]["loss"])
-        assert losses[0] != losses[1]
+
+        def losses(name, proportion):
+            folder = train_text(tmp_path / name, proportion_empty_prompts=proportion, **FAST)
+            return [line["loss"] for line in metrics_of(folder)]
+
+        with_captions, left_out = losses("with_captions", 0.0), losses("left_out", 0.999999)
+        monkeypatch.setattr(train_text_to_image, "leave_out", lambda batch, proportion: [""] * len(batch))
+        assert left_out == losses("empty", 0.0)
+        assert left_out != with_captions
 
 
 def parsed(*flags) -> argparse.Namespace:
@@ -217,6 +221,26 @@ class TestRefused:
         UViTModel(**TINY, cross_attention_dim=24).save_config(tmp_path / "wide")
         sentence = refused_text(pretrained_text_encoder_name_or_path=clip, model_config_name_or_path=tmp_path / "wide")
         assert "hidden states are 16 wide, but this UViTModel takes 24" in sentence
+
+    def test_an_encoder_that_is_damaged(self, refused_text, clip):
+        weights = clip / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+        sentence = refused_text(pretrained_text_encoder_name_or_path=clip)
+        assert f"the weights in {clip} are damaged, or were not downloaded to their end" in sentence
+
+    def test_an_encoder_with_the_config_of_another_in_one_line(self, launch, clip, text_config, tmp_path):
+        config = json.loads((clip / "config.json").read_text())
+        (clip / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
+        changes = {"model_config_name_or_path": text_config, "pretrained_text_encoder_name_or_path": clip}
+        status, _, errors = launch(tmp_path / "run", script=train_text_to_image.__file__, **changes).wait()
+        assert status == 2
+        (line,) = errors.strip().splitlines()
+        assert line.startswith(f"train_text_to_image: the weights of the text encoder in {clip} do not fit its config")
+
+    def test_an_encoder_without_its_tokenizer(self, refused_text, clip):
+        (clip / "tokenizer.json").unlink()
+        sentence = refused_text(pretrained_text_encoder_name_or_path=clip)
+        assert "there is neither tokenizer.json nor vocab.json and merges.txt" in sentence
 
     def test_an_encoder_that_is_not_at_hand(self, refused_text):
         sentence = refused_text(pretrained_text_encoder_name_or_path="some/clip")
