@@ -124,7 +124,7 @@ def _results(runs: list[Run]) -> str:
         f'<tr><th scope="row">{name}</th>{"".join(f"<td class=number>{figure(run)}</td>" for run in runs)}</tr>'
         for name, figure in rows.items()
     ]
-    return f'<div class="scroll" tabindex="0"><table><thead><tr><td></td>{heads}</tr></thead>{"".join(lines)}</table></div>'
+    return _scrolling(f"<thead><tr><td></td>{heads}</tr></thead>{''.join(lines)}")
 
 
 _SPEED = "images_per_second"
@@ -182,10 +182,8 @@ def _skip_table(run: Run) -> str:
         for skip in run.skips
     ]
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("i", "where", "width", "factor"))
-    return (
-        f'<div class="scroll" tabindex="0"><table><caption>{html.escape(run.label)}</caption><thead><tr>{heads}</tr></thead>'
-        f"{''.join(lines)}</table></div>"
-    )
+    caption = f"<caption>{html.escape(run.label)}</caption>"
+    return _scrolling(f"{caption}<thead><tr>{heads}</tr></thead>{''.join(lines)}")
 
 
 def _table(entries: dict[str, Any]) -> str:
@@ -193,4 +191,9 @@ def _table(entries: dict[str, Any]) -> str:
         f'<tr><th scope="row">{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>'
         for name, value in entries.items()
     ]
-    return f'<div class="scroll" tabindex="0"><table>{"".join(rows)}</table></div>'
+    return _scrolling("".join(rows))
+
+
+def _scrolling(table: str) -> str:
+    """What is too wide for a phone moves alone, also by the keyboard."""
+    return f'<div class="scroll" tabindex="0"><table>{table}</table></div>'
