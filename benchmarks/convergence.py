@@ -148,13 +148,14 @@ class Team:
         script = ["-m", "scalelong_diffusers.train.train_unconditional"]
         if run.of_cs is not None:
             script = [str(Path(__file__).with_name("without_factors.py")), f"--of_cs={run.of_cs}"]
-        return subprocess.Popen(
-            [sys.executable, *script, *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=open(self._errors(run), "w"),
-            start_new_session=True,
-        )
+        with open(self._errors(run), "w") as errors:
+            return subprocess.Popen(
+                [sys.executable, *script, *words],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # an interrupt is for the benchmark, which ends it
+            )
 
     def _errors(self, run: Run) -> Path:
         return self.folder / f"{run.name}.log"

@@ -1,0 +1,153 @@
+"""The convergence benchmark: what is read from its lines, and runs that are interrupted and gone on with."""
+
+import gzip
+import importlib
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def benchmark(project_root, monkeypatch):
+    """`benchmark("convergence_runs")` is a module of the folder benchmarks/."""
+    monkeypatch.syspath_prepend(str(project_root / "benchmarks"))
+    names = ("convergence", "convergence_runs", "convergence_report", "chart", "measure")
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def line(run, losses, raw=None, stopped=None):
+    evaluations = [[50 * (k + 1), loss, (raw or losses)[k]] for k, loss in enumerate(losses)]
+    return {"run": run, "stopped": stopped, "evaluations": evaluations, "grad_norm": {"mean": 0.5, "max": 1.0}}
+
+
+@pytest.fixture
+def results(benchmark, tmp_path):
+    """`results([(run, losses), ...])` as a file of lines has them."""
+    runs = benchmark("convergence_runs")
+
+    def make(entries):
+        file = tmp_path / "lines.jsonl"
+        lines = [line({"method": "none", "learning_rate": 1e-3, **run}, *rest) for run, *rest in entries]
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+        return runs.Results(file)
+
+    return make
+
+
+def test_a_target_is_reached_by_three_evaluations_in_a_row(benchmark, results):
+    run = benchmark("convergence_runs").Run("none", 1e-3)
+    found = results([({}, [5.0, 1.0, 5.0, 2.0, 2.9, 1.0, 4.0])])
+    assert found.steps_to(3.0, run) == 200
+    assert found.steps_to(2.9, run) is None  # below, not at
+    assert found.final_loss(run) == pytest.approx((2.9 + 1.0 + 4.0) / 3)
+
+
+def test_the_best_rate_is_known_when_all_are_done_and_is_none_that_diverged(benchmark, results):
+    runs = benchmark("convergence_runs")
+    entries = [({"learning_rate": rate}, [1.0, 1.0, 1.0 + rate]) for rate in runs.RATES]
+    assert results(entries[:-1]).best_rate("none") is None
+    assert results(entries).best_rate("none") == runs.RATES[0]
+    diverged = [(entries[0][0], [0.1, 0.1, 0.1], None, "the loss is not finite"), *entries[1:]]
+    assert results(diverged).best_rate("none") == runs.RATES[1]
+
+
+def test_what_is_to_be_run_waits_for_what_it_rests_on(benchmark, results):
+    runs = benchmark("convergence_runs")
+    nothing = results([])
+    assert len(list(runs.runs_of("A", nothing))) == len(runs.METHODS) * len(runs.RATES)
+    assert list(runs.runs_of("D", nothing)) == []
+    rates = [({"method": "cs 0.9", "learning_rate": rate}, [1.0, 1.0, rate]) for rate in runs.RATES]
+    known = results(rates)
+    seeds = [run for run in runs.runs_of("A", known) if run.seed]
+    assert seeds == [runs.Run("cs 0.9", runs.RATES[0], seed) for seed in (1, 2)]
+    assert [run.of_cs for run in runs.runs_of("D", known)] == ["init", "rate", "both"]
+
+
+def test_the_table_compares_runs_of_one_seed(benchmark, results):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    worse = [({"method": m, "learning_rate": rate}, [9.0] * 6) for m in ("none", "cs 0.9") for rate in runs.RATES[1:]]
+    best = {"learning_rate": runs.RATES[0]}
+    scaled = {**best, "method": "cs 0.9"}
+    entries = [
+        (best, [6.0, 5.0, 4.0, 2.0, 2.0, 2.0]),
+        ({**best, "seed": 1}, [6.0, 5.0, 4.0, 3.0, 3.0, 3.0]),
+        ({**best, "seed": 2}, [6.0, 5.0, 4.0, 1.0, 1.0, 1.0]),
+        (scaled, [6.0, 1.5, 1.5, 1.5, 1.5, 1.5]),
+        ({**scaled, "seed": 1}, [2.5, 2.5, 2.5, 2.5, 2.5, 2.5]),
+        ({**scaled, "seed": 2}, [6.0, 5.0, 4.0, 2.0, 2.0, 2.0]),
+    ]
+    table = report.tuned_rates(results(worse + entries))
+    plain, cs = (row.split(" | ") for row in table.splitlines()[2:])
+    assert plain[:5] == ["| none", "0.00025", "3", "2.0000 (1.0000 to 3.0000)", "1"]
+    # 2,000 / 100 steps, 2,000 / 50, and never.
+    assert cs[:5] == ["| cs 0.9", "0.00025", "3", "2.0000 (1.5000 to 2.5000)", "20.00 (not reached to 40.00)"]
+
+
+def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results, tmp_path):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    curve = [1.0 / (k + 1) for k in range(40)]
+    entries = [({"method": m, "learning_rate": rate}, curve) for m in ("none", "cs 0.9") for rate in runs.RATES]
+    report.draw_figure(results(entries), tmp_path)
+    for name in ("light", "dark"):
+        svg = (tmp_path / f"convergence-{name}.svg").read_text()
+        assert svg.count("<polyline") == 2
+        assert ">cs 0.9</text>" in svg
+        assert not re.search(r"(href|src|url)", svg)
+
+
+def test_the_pages_tables_are_those_of_the_committed_lines(benchmark, project_root):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    tables = report.tables(runs.Results(project_root / "benchmarks" / "convergence.jsonl"))
+    page = (project_root / "docs" / "which_method.md").read_text()
+    for table in re.findall(r"### [^\n]*\n\n(\|.*?)(?:\n\n|$)", tables, re.DOTALL):
+        assert table in page
+
+
+@pytest.fixture
+def team(benchmark, tmp_path):
+    """Over a data set as Debian's package has it, of few images, and with few steps between evaluations."""
+    convergence, runs = benchmark("convergence"), benchmark("convergence_runs")
+    random = np.random.default_rng(0)
+    (tmp_path / "idx").mkdir()
+    for stem, count in (("train", 64), ("t10k", 8)):
+        with gzip.open(tmp_path / "idx" / f"{stem}-images-idx3-ubyte.gz", "wb") as file:
+            file.write(bytes(16) + random.integers(0, 256, (count, 28, 28), np.uint8).tobytes())
+    (tmp_path / "runs").mkdir()
+    data = convergence.data_flag(str(tmp_path / "idx"), tmp_path / "runs")
+
+    def make():
+        return convergence.Team(tmp_path / "runs", data, runs.Results(tmp_path / "results.jsonl"), jobs=1)
+
+    return make
+
+
+def test_runs_that_are_interrupted_go_on_and_finished_ones_are_not_done_again(benchmark, team, monkeypatch, tmp_path):
+    convergence, runs = benchmark("convergence"), benchmark("convergence_runs")
+    monkeypatch.setitem(runs.TRAINING, "validation_steps", 4)
+    monkeypatch.setitem(runs.TRAINING, "logging_steps", 4)
+    run = runs.Run("cs 0.9", 1e-3, model="uvit-12", batch_size=4, steps=24)
+    log = tmp_path / "runs" / run.name / "metrics.jsonl"
+    wait = convergence.time.sleep
+
+    def interrupt(seconds):
+        wait(0.02)
+        if log.exists() and log.read_text():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(convergence.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        team().do([run])
+    monkeypatch.setattr(convergence.time, "sleep", wait)
+    team().do([run])
+    (entry,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [step for step, *_ in entry["evaluations"]] == [4, 8, 12, 16, 20, 24]
+    assert json.loads((log.parent / "settings.json").read_text())["resume_from_checkpoint"] == "latest"
+    last = team()
+    last.do([run])
+    assert last.durations == []
+    assert run in last.results
