@@ -38,7 +38,7 @@ TRAINING = {
     "resolution": 16,
     "num_shapes": 50_000,
     "train_batch_size": 64,
-    "max_train_steps": 4_500,
+    "max_train_steps": 2_500,
     "learning_rate": 2e-3,
     # The clean image is predicted, of which a small model has to know far less than of the noise. Weighted by the SNR
     # what a word says counts alike, whether it shows in much noise, as colours do, or in little, as shapes do.
@@ -54,10 +54,10 @@ TRAINING = {
     "checkpointing_steps": 500,
     "checkpoints_total_limit": 1,
     "validation_steps": 500,
-    "sample_steps": 1500,
-    "guidance_scale": 3.0,
+    "sample_steps": 500,
+    "guidance_scale": 2.0,
 }
-SAMPLING = {"num_inference_steps": 25, "guidance_scale": 3.0}
+SAMPLING = {"num_inference_steps": 25, "guidance_scale": 2.0}
 IMAGES_PER_PROMPT = 4
 
 # Sixteen of the thirty, every colour and every shape, in each of the wordings of the data.
