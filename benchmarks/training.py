@@ -48,7 +48,7 @@ def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, Traini
     data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
     unet = build_model(args, data)
     with contextlib.redirect_stdout(None):  # the settings
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
     return loop, NoiseProcess.from_arguments(args), data
 
 

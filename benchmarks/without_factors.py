@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None):
         unet = build_model(args, data)
         optimizer = without_factors(unet, args)
         process = NoiseProcess.from_arguments(args)
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data), optimizer)
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet), optimizer)
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         clean = batch["pixel_values"]

@@ -1,6 +1,7 @@
 """The benchmark that reads from pixels whether a model drew what it was asked for."""
 
 import sys
+from itertools import pairwise
 
 import pytest
 from PIL import Image
@@ -34,8 +35,8 @@ def test_what_is_drawn_is_counted_and_not_what_was_asked_for(benchmark):
     right = benchmark.count([("", wanted, recognise(image)) for wanted, image in drawn])
     assert right == {"images": 60, "colour": 60, "shape": 60, "both": 60}
     # One further: another shape each time, and another colour at every fifth.
-    others = benchmark.count([("", wanted, recognise(image)) for (wanted, _), (_, image) in zip(drawn, drawn[1:])])
+    others = benchmark.count([("", wanted, recognise(image)) for (wanted, _), (_, image) in pairwise(drawn)])
     assert others["both"] == others["shape"] == 0
-    assert others["colour"] == sum(one[0] == other[0] for (one, _), (other, _) in zip(drawn, drawn[1:]))
+    assert others["colour"] == sum(one[0] == other[0] for (one, _), (other, _) in pairwise(drawn))
     nothing = Image.new("RGB", (size, size), "grey")
     assert benchmark.count([("", wanted, recognise(nothing)) for wanted, _ in drawn])["colour"] == 0

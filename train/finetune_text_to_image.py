@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None):
         process = NoiseProcess(training_schedule(pipe).config, snr_gamma=args.snr_gamma)
         torch.manual_seed(seed_for(args.seed, "model"))  # of gates and LoRA
         trained = scale_without_jump(args, pipe)
-        run = settle(args, accelerator, data)
+        run = settle(args, accelerator, data, pipe.unet)
         check_warmup(args)
         optimizer = eight_bit_adam(args, trained.values()) if args.use_8bit_adam else None
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None):
         unet = build_model(args, data, vae, num_class_embeds=data.num_classes + (null_class is not None))
         process = NoiseProcess.from_arguments(args)
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         clean = encode_images(batch, vae, args.latent_scale)

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None):
         process = NoiseProcess.from_arguments(args)
         modules = {"unet": unet} | ({"text_encoder": text_encoder} if args.train_text_encoder else {})
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
-        loop = TrainingLoop(args, accelerator, modules, data, settle(args, accelerator, data))
+        loop = TrainingLoop(args, accelerator, modules, data, settle(args, accelerator, data, unet))
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
         clean = encode_images(batch, vae, args.latent_scale)

@@ -87,7 +87,10 @@ def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
     try:
         return _open_folder(folder.resolve(), settings), where
     except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{where} can not be loaded: {one_line(error)}") from error
+        reason = one_line(error)
+        several = "from string to array" in reason or "from array to string" in reason
+        advice = "; where some have several captions write those of all as lists" if several else ""
+        raise ValueError(f"{where} can not be loaded: {reason}{advice}") from error
 
 
 def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
@@ -265,6 +268,14 @@ class ImageTable:
 
     def _refuse_folder_without_classes(self):
         if self._dataset.column_names == [self._image_column]:
+            folders = [os.path.dirname(self.name(index)) for index in range(len(self))]
+            root = os.path.commonpath(folders)
+            loose = [index for index, folder in enumerate(folders) if folder == root]
+            if 0 < len(loose) < len(self):
+                raise ValueError(
+                    f"{self._where} has classes in sub-folders and {len(loose)} of {len(self)} images beside them, "
+                    f"which have none: put {self.name(loose[0])} into the folder of a class, or away"
+                )
             raise ValueError(
                 f"{self._where} has images of no class; put those of each class into a sub-folder of its name "
                 "(cat/1.png, dog/2.png; two classes at least), or name the classes in the column 'label' of a "

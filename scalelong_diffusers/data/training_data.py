@@ -84,6 +84,8 @@ def load_training_data(
         ImageRows(validation_source or source, plain, needs_labels, needs_captions),
         *(shares, seed, skip_bad),
     )
+    if not settings.streaming:
+        _read_all(validation)
     return TrainingData(
         train=train,
         validation=validation,
@@ -129,6 +131,12 @@ def _streams(rows: Rows, plain: Rows, shares: Shares, seed: int, skip_bad: bool)
     validation = Stream("validation", plain, shares.validation, seed, endless=False, skip_bad=skip_bad)
     train[0], validation[0]  # what does not go should not go at once
     return train, validation
+
+
+def _read_all(validation: Stream):
+    """They are few, and none should end a run when it validates for the first time."""
+    for position in range(validation.num_samples):
+        validation[position]
 
 
 def _look_at_some(source: Source, indices: np.ndarray, skip_bad: bool) -> list[tuple[int, Image.Image]]:

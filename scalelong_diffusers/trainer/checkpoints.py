@@ -69,10 +69,12 @@ class Checkpoints:
             if broken is None:
                 return path, passed_over
             passed_over.append(f"{path} is passed over: {broken}")
-        reasons = "".join(f"; {reason}" for reason in passed_over)
-        raise ValueError(
-            f"{self.folder} has no checkpoint to resume from{reasons}; without the flag a run starts anew"
-        )
+        if passed_over:
+            raise ValueError(
+                f"{self.folder} has no whole checkpoint to resume from: {'; '.join(passed_over)}; to start anew "
+                "remove them, or give another folder"
+            )
+        raise ValueError(f"{self.folder} has no checkpoint to resume from; without the flag a run starts anew")
 
     def remove_leftovers(self):
         """Remove what a killed run left half-written, or half-removed."""

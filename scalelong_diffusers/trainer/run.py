@@ -105,25 +105,36 @@ def save_pipeline(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[st
 
     `card` are fields of a `CardFacts` that the run does not know itself.
     """
-    again = f'push_to_hub({type(pipeline).__name__}.from_pretrained("{loop.folder}"), "{_repo_id(loop)}")'
-    _save_and_push(loop, pipeline.save_pretrained, partial(push_to_hub, pipeline), again, card or {})
+    load = f'{type(pipeline).__name__}.from_pretrained("{loop.folder}")'
+    again = f'push_to_hub({load}, "{_repo_id(loop)}")'
+    _save_and_push(loop, pipeline.save_pretrained, load, partial(push_to_hub, pipeline), again, card or {})
 
 
 def save_adapter_alone(
     loop: TrainingLoop, pipeline: DiffusionPipeline, base_model: str, card: dict[str, Any] | None = None
 ):
     """Save and push the LoRA and the scaling of the pipeline's U-Net, which are loaded into `base_model`."""
-    again = f'push_adapter(load_adapter(pipe, "{loop.folder}"), "{_repo_id(loop)}", "{base_model}")'
+    load = f'load_adapter(pipe, "{loop.folder}")'
+    again = f'push_adapter({load}, "{_repo_id(loop)}", "{base_model}")'
     push = partial(push_adapter, pipeline, base_model=base_model)
-    _save_and_push(loop, partial(save_adapter, pipeline), push, again, card or {})
+    _save_and_push(loop, partial(save_adapter, pipeline), load, push, again, card or {})
 
 
 def _save_and_push(
-    loop: TrainingLoop, save: Callable[[Path], None], push: Callable[..., str], again: str, card: dict[str, Any]
+    loop: TrainingLoop,
+    save: Callable[[Path], None],
+    load: str,
+    push: Callable[..., str],
+    again: str,
+    card: dict[str, Any],
 ):
-    """`push` takes a repository and the options of `push_to_hub`; `again` is the code that would try it again."""
+    """
+    `push` takes a repository and the options of `push_to_hub`. `load` is the code that loads what is saved, and `again`
+    tries the push again.
+    """
     with loop.evaluating():
         loop.write("the pipeline", lambda: _save_into(save, loop.folder))
+        loop.accelerator.print(f"saved: {load}")
         is_main_process = loop.accelerator.is_main_process
         # Before the push, for which the others would wait, and in the end no longer.
         loop.finish()
@@ -162,10 +173,7 @@ def _share_out_batch(args: argparse.Namespace, num_processes: int):
 
 def _prepare_folder(args: argparse.Namespace, folder: Path):
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        _try_to_write(folder)
     except OSError as error:
         raise OSError(f"--output_dir {folder} can not be written: {error}") from error
     checkpoints = Checkpoints(folder)
@@ -182,6 +190,19 @@ def _prepare_folder(args: argparse.Namespace, folder: Path):
     for name, what in indices.items():
         if (folder / name).exists():
             raise ValueError(f"--output_dir {folder} holds {what}: give another folder")
+
+
+def _try_to_write(folder: Path):
+    """What is made for it is removed again: a run that is refused leaves nothing behind."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    finally:
+        for path in made:
+            path.rmdir()
 
 
 def _save_into(save: Callable[[Path], None], folder: Path):

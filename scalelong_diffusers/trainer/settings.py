@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.files import write_json
+from scalelong_diffusers.patching import skip_connections
 
 
 SETTINGS_FILE = "settings.json"
@@ -28,8 +30,8 @@ _FREE = {
 _FIXED = ("preset", "model_type", "kappa", "lora_rank", "train_text_encoder")
 
 
-def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingData) -> dict[str, Any]:
-    """Complete the settings by what the data says, and print them."""
+def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingData, model: nn.Module) -> dict[str, Any]:
+    """Complete the settings by what the data and the model say, and print them."""
     total = args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
     if total > data.train.num_samples:
         raise ValueError(
@@ -41,13 +43,29 @@ def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingDat
     if args.max_train_steps is None:
         args.max_train_steps = math.ceil(data.train.num_samples * args.num_train_epochs / total)
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in ("hub_token", "condition")}
-    settings["data"] = f"{data.description} ({data.fingerprint})"
+    counts = f"{data.train.num_samples:,} to train on, {data.validation.num_samples:,} to validate with"
+    settings["data"] = f"{data.description} ({data.fingerprint}): {counts}"
+    settings["model"] = _describe(model)
     for name, value in settings.items():
         accelerator.print(f"{name}: {value}")
+    if args.lr_scheduler != "constant" and args.lr_warmup_steps >= args.max_train_steps:
+        accelerator.print(
+            f"warning: the rate is warmed up for {args.lr_warmup_steps} steps (--lr_warmup_steps), which the run of "
+            f"{args.max_train_steps} does not reach"
+        )
     return settings
 
 
+def _describe(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    part = "" if trained == total else f", {trained:,} of them trained"
+    return f"{type(model).__name__}, {total:,} parameters{part}, {skip_connections(model).config}"
+
+
 def keep_settings(folder: Path, settings: dict[str, Any]):
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / SETTINGS_FILE, settings)
 
 

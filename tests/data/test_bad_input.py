@@ -121,7 +121,24 @@ def test_metadata_of_missing_files(load, image_folder):
 def test_folder_without_classes(load, image_folder):
     sentence = "the folder pictures has images of no class; put those of each class into a sub-folder of its name"
     refused(load, sentence, train_data_dir=image_folder(["a.png", "b.png"]), needs_labels=True)
-    refused(load, sentence, train_data_dir=image_folder(["a/a.png", "b.png"]), needs_labels=True)
+
+
+def test_images_beside_the_folders_of_classes(load, image_folder):
+    folder = image_folder(["a/a.png", "b/b.png", "loose.png"])
+    sentence = (
+        "the folder pictures has classes in sub-folders and 1 of 3 images beside them, which have none: put "
+        f"{folder}/loose.png into the folder of a class, or away"
+    )
+    refused(load, sentence, train_data_dir=folder, needs_labels=True)
+
+
+def test_captions_of_which_some_are_lists(load, image_folder):
+    folder = image_folder(["0.png", "1.png"])
+    (folder / "metadata.jsonl").write_text(
+        '{"file_name": "0.png", "text": "one"}\n{"file_name": "1.png", "text": ["two", "three"]}\n'
+    )
+    with pytest.raises(ValueError, match="where some have several captions write those of all as lists"):
+        load(train_data_dir=folder, needs_captions=True)
 
 
 COLUMNS = {

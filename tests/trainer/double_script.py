@@ -26,7 +26,7 @@ def main(argv=None):
         data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=args.seed)
         unet = build_model(args, data).double()
         process = NoiseProcess.from_arguments(args)
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data))
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
     for batch in loop:
         clean = batch["pixel_values"].double()
         noise = batch.normal_like(clean, "noise")

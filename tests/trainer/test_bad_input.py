@@ -1,6 +1,5 @@
 """What is asked wrongly ends in one sentence and exit code 2, before anything long begins."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,12 +162,48 @@ def test_a_bad_picture_ends_the_run_or_is_passed_over(train, refused, pictures, 
     (folder / "3.png").write_bytes(whole[:60])
     settings = {"train_data_dir": folder, "num_shapes": None, "train_batch_size": 2, "validation_size": 1}
     assert "3.png" in refused(**settings)
-    shutil.rmtree(tmp_path / "refused")
     capsys.readouterr()
     train(tmp_path / "run", on_bad_image="skip", dataloader_num_workers=1, **settings)
     said = capsys.readouterr()
     assert (said.out + said.err).count("3.png can not be read and is left out (1 so far)") == 1
     assert len(metrics_of(tmp_path / "run")) == 16
+
+
+def test_a_bad_picture_that_is_held_out_is_found_before_the_first_step(refused, pictures):
+    folder = pictures(_=200)
+    held_out = load_training_data(
+        DataSettings(train_data_dir=str(folder), resolution=8, validation_size=20),
+        channels=None,
+        needs_labels=False,
+        needs_captions=False,
+        seed=0,
+    ).validation
+    # The last one, at which none of those lie that are looked at to tell the channels.
+    file = Path(held_out.rows.source.name(int(held_out.indices[-1])))
+    file.write_bytes(file.read_bytes()[:60])
+    assert file.name in refused(train_data_dir=folder, num_shapes=None, validation_size=20)
+
+
+def test_where_all_checkpoints_are_damaged(train, tmp_path):
+    folder = train(tmp_path / "run", max_train_steps=8)
+    for checkpoint in folder.glob("checkpoint-*"):
+        with open(checkpoint / "state.json", "a") as file:
+            file.write(" ")
+    with pytest.raises(TrainingStopped) as stopped:
+        train(folder, resume_from_checkpoint="latest")
+    sentence = str(stopped.value)
+    assert "no whole checkpoint to resume from" in sentence
+    assert "checkpoint-8 is passed over" in sentence
+    assert "checkpoint-4 is passed over" in sentence
+    assert sentence.endswith("to start anew remove them, or give another folder")
+
+
+def test_a_warm_up_that_never_ends_is_said(train, tmp_path, capsys):
+    train(tmp_path / "short", max_train_steps=4, lr_warmup_steps=4)
+    sentence = "warning: the rate is warmed up for 4 steps (--lr_warmup_steps), which the run of 4 does not reach"
+    assert sentence in capsys.readouterr().out
+    train(tmp_path / "long", max_train_steps=4, lr_warmup_steps=3)
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_help_is_light():

@@ -48,6 +48,10 @@ def test_unconditional(train, tmp_path):
     (image,) = pipe(num_inference_steps=2).images
     assert image.size == (8, 8)
     assert size_of(folder / "samples" / "step-000004.png") == (16, 16)
+    settings = json.loads((folder / "settings.json").read_text())
+    parameters = sum(parameter.numel() for parameter in pipe.unet.parameters())
+    assert settings["model"] == f"UViTModel, {parameters:,} parameters, {skip_connections(pipe).config}"
+    assert settings["data"].endswith(": 27 to train on, 3 to validate with")
     ours = {"checkpoint-4", "metrics.jsonl", "samples", "settings.json"}
     assert {path.name for path in folder.iterdir()} == {"model_index.json", "scheduler", "unet"} | ours
 
