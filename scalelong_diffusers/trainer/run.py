@@ -129,8 +129,8 @@ def _save_and_push(
     card: dict[str, Any],
 ):
     """
-    `push` takes a repository and the options of `push_to_hub`. `load` is the code that loads what is saved, and `again`
-    tries the push again.
+    `push` takes a repository and the options of `push_to_hub`. `load` and `again` are code to be shown, that loads
+    what is saved and that tries the push once more.
     """
     with loop.evaluating():
         loop.write("the pipeline", lambda: _save_into(save, loop.folder))
