@@ -36,7 +36,7 @@ TRAINING = {
     "class_dropout": 0.1,
     "logging_steps": 10,
 }
-STEPS, QUICK_STEPS = 2000, 200
+STEPS, QUICK_STEPS = 1200, 120
 # What differs, and what the page calls it.
 RUNS = {"none": "without scaling", "cs": "with CS"}
 SAMPLES = 4 * len(SHAPE_CLASSES)
