@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,18 @@ SAMPLES = 4 * len(SHAPE_CLASSES)
 SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batch_size": 30}
 
 
-def main():
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_const", dest="steps", const=QUICK_STEPS, help=f"{QUICK_STEPS} steps")
-    length.add_argument("--steps", type=int, default=STEPS, help=f"of each training (default {STEPS})")
+    length.add_argument("--steps", type=int, help=f"of each training (default {STEPS})")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
-    arguments = parser.parse_args()
+    parser.set_defaults(steps=STEPS)
+    return parser.parse_args(argv)
+
+
+def main():
+    arguments = parse_args()
     folder = arguments.folder.resolve()
     steps = arguments.steps
     try:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import sync_playwright
@@ -16,6 +17,7 @@ from playwright.sync_api import sync_playwright
 pytestmark = pytest.mark.xdist_group("demo")
 
 STEPS = 24
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CHROMIUM = shutil.which("chromium")
 
 
@@ -23,9 +25,7 @@ CHROMIUM = shutil.which("chromium")
 def demo(tmp_path_factory):
     """The demo's folder; it was interrupted in its first training, and started again."""
     folder = tmp_path_factory.mktemp("demo")
-    root = os.path.dirname(os.path.dirname(__file__))
-    command = [sys.executable, os.path.join(root, "benchmarks", "demo.py"), "--steps", str(STEPS)]
-    command += ["--folder", str(folder)]
+    command = [sys.executable, str(BENCHMARKS / "demo.py"), "--steps", str(STEPS), "--folder", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     log = folder / "none" / "metrics.jsonl"
@@ -73,6 +73,15 @@ def opened(browser, demo):
     yield run
     for context in contexts:
         context.close()
+
+
+def test_how_many_steps(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+
+    assert demo.parse_args([]).steps == demo.STEPS
+    assert demo.parse_args(["--quick"]).steps == demo.QUICK_STEPS
+    assert demo.parse_args(["--steps", "7"]).steps == 7
 
 
 def test_an_interrupted_demo_goes_on_with_each_step_once(demo):
