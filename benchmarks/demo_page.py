@@ -172,7 +172,7 @@ def _image_table(run: Run) -> str:
 def _image(asked: str, png: bytes, shown: str) -> str:
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     wrong = "" if shown == asked else ' class="wrong"'
-    return f'<img{wrong} src="{source}" alt="asked for {asked}, shows {shown}" width="32" height="32">'
+    return f'<img{wrong} src="{source}" alt="asked for {asked}, shows {shown}" width="16" height="16">'
 
 
 def _skip_table(run: Run) -> str:

@@ -102,7 +102,7 @@ def test_pictures_are_there_and_say_what_they_show(opened):
     page = opened()
     pictures = page.evaluate("[...document.images].map(image => [image.naturalWidth, image.alt])")
     assert len(pictures) == 60
-    assert all(width == 32 for width, _ in pictures)
+    assert all(width == 16 for width, _ in pictures)
     assert all(alt.startswith("asked for ") and ", shows " in alt for _, alt in pictures)
     curves = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.querySelectorAll('polyline').length)")
     assert curves == [2, 2]
