@@ -92,10 +92,10 @@ def _against_plain(results: Results, runs: dict[str, dict[str, Run]]) -> str:
 
 
 def draw_figure(results: Results, folder: Path):
-    """Of the methods that the figure shows, as far as their best rates are known."""
+    """Of the methods that the figure shows, as far as their best rates are known, and once there are two of them."""
     finished = {method: [results.evaluations(run) for run in _finished_seeds(results, method)] for method in SHOWN}
     finished = {method: curves for method, curves in finished.items() if curves}
-    if finished:
+    if len(finished) > 1:
         folder.mkdir(exist_ok=True)
         for name, dark in {"light": False, "dark": True}.items():
             (folder / f"convergence-{name}.svg").write_text(figure(finished, dark))
