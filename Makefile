@@ -15,7 +15,7 @@ install: .venv/installed
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
-# Two trainings and a page that compares them: runs/demo/index.html. QUICK=1 takes two minutes instead of ten.
+# Two trainings and a page that compares them, in ten minutes; QUICK=1 takes two.
 demo: install
 	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
 

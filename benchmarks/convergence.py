@@ -25,7 +25,7 @@ Parts:
 - C, one thing changed at a time, at the best rates of A: 12 and 28 layers, batches of 16 and 64; and a small U-Net
   with rates of its own.
 - D, what of CS it is: a plain model whose half of `skip_proj` that reads the skip is initialised times k, is trained
-  at a rate times k, or both with everything that makes it equal to CS (benchmarks/without_factors.py).
+  at a rate times k, or both with all that makes it equal to CS but for clipping (benchmarks/without_factors.py).
 
 Each run is a process of one thread. Interrupted, the same command goes on. A finished run is a line of
 benchmarks/convergence.jsonl, and is not done again.
@@ -35,6 +35,7 @@ import argparse
 import gzip
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def main():
     parser.add_argument("--data", default="/usr/share/datasets/fashion-mnist", help="a folder, or an id on the Hub")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs are ended with it, as by Ctrl-C
     arguments.folder.mkdir(parents=True, exist_ok=True)
     quick = arguments.quick
     results = Results(arguments.folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
@@ -126,6 +128,7 @@ class Team:
             # Each saves a checkpoint, and is gone on with by the same command.
             for process in self.processes.values():
                 process.terminate()
+            for process in self.processes.values():
                 process.wait()
             raise
 
@@ -173,11 +176,11 @@ class Team:
             {
                 "stopped": stopped,
                 "evaluations": [
-                    [line["step"], round(line["validation_loss"], 5), round(line["validation_loss_raw"], 5)]
+                    [line["step"], _rounded(line["validation_loss"]), _rounded(line["validation_loss_raw"])]
                     for line in evaluated
                 ],
                 "grad_norm": {"mean": statistics.mean(norms), "max": max(norms)} if norms else None,
-                "images_per_second": statistics.median(line["images_per_second"] for line in lines),
+                "images_per_second": statistics.median(line["images_per_second"] for line in lines) if lines else None,
             },
         )
 
@@ -187,6 +190,11 @@ class Team:
             f"{run.name}: loss {self.results.final_loss(run):.4f}; {waiting} more, about {seconds / 60:.0f} minutes",
             flush=True,
         )
+
+
+def _rounded(loss: float | None) -> float | None:
+    """None is a loss that was not finite."""
+    return None if loss is None else round(loss, 5)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,10 @@ def _against_plain(results: Results, runs: dict[str, dict[str, Run]]) -> str:
 
 def draw_figure(results: Results, folder: Path):
     """Of the methods that the figure shows, as far as their best rates are known, and once there are two of them."""
-    finished = {method: [results.evaluations(run) for run in _finished_seeds(results, method)] for method in SHOWN}
+    finished = {
+        method: [results.evaluations(run) for run in _finished_seeds(results, method) if not results.stopped(run)]
+        for method in SHOWN
+    }
     finished = {method: curves for method, curves in finished.items() if curves}
     if len(finished) > 1:
         folder.mkdir(exist_ok=True)
@@ -148,7 +151,10 @@ def _times_as_fast(results: Results, pairs: list[tuple[Run, Run]], raw: bool = F
     """How soon runs get to the final loss of plain ones: the median, and the range where there are several."""
     gains = []
     for run, plain in pairs:
-        steps = results.steps_to(results.final_loss(plain, raw), run, raw)
+        target = results.final_loss(plain, raw)
+        if math.isinf(target):
+            return "plain diverges"
+        steps = results.steps_to(target, run, raw)
         gains.append(0.0 if steps is None else plain.steps / steps)
     if not any(gains):
         return "not reached" if gains else ""
@@ -171,7 +177,9 @@ def _least_if_none(value: float | None) -> float:
 
 
 def _gradients(results: Results, runs: list[Run]) -> str:
-    norms = [results.lines[run]["grad_norm"] for run in runs]
+    norms = [norm for run in runs if (norm := results.lines[run]["grad_norm"]) is not None]
+    if not norms:
+        return ""
     return f"{statistics.median(norm['mean'] for norm in norms):.2f} / {max(norm['max'] for norm in norms):.2f}"
 
 

@@ -1,6 +1,7 @@
 """The runs of the convergence benchmark, what was measured of those that are finished, and which rate was best."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -89,7 +90,7 @@ class Results:
         self.lines = {Run(**line["run"]): line for line in map(json.loads, lines)}
 
     def add(self, run: Run, figures: dict[str, Any]):
-        line = {"run": asdict(run), **figures, "machine": machine()}
+        line = {"run": asdict(run), **figures, "machine": {**machine(), "threads": 1}}  # of a run
         with open(self.file, "a") as file:
             file.write(json.dumps(line) + "\n")
         self.lines[run] = line
@@ -97,13 +98,19 @@ class Results:
     def __contains__(self, run: Run) -> bool:
         return run in self.lines
 
+    def stopped(self, run: Run) -> bool:
+        """Whether the run could not go on."""
+        return self.lines[run]["stopped"] is not None
+
     def evaluations(self, run: Run, raw: bool = False) -> list[tuple[int, float]]:
-        return [(step, losses[raw]) for step, *losses in self.lines[run]["evaluations"]]
+        """Steps and losses; one that was not finite is infinite."""
+        lines = self.lines[run]["evaluations"]
+        return [(step, math.inf if losses[raw] is None else losses[raw]) for step, *losses in lines]
 
     def final_loss(self, run: Run, raw: bool = False) -> float:
         """Infinite for a run that could not go on."""
-        if self.lines[run]["stopped"]:
-            return float("inf")
+        if self.stopped(run):
+            return math.inf
         return statistics.mean(loss for _, loss in self.evaluations(run, raw)[-3:])
 
     def steps_to(self, target: float, run: Run, raw: bool = False) -> int | None:

@@ -53,9 +53,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_const", dest="steps", const=QUICK_STEPS, help=f"{QUICK_STEPS} steps")
     length.add_argument("--steps", type=int, help=f"of each training (default {STEPS})")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--folder", type=Path, help="runs/demo by default, and runs/demo-N for N steps")
     parser.set_defaults(steps=STEPS)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.folder is None:
+        arguments.folder = Path("runs", "demo" if arguments.steps == STEPS else f"demo-{arguments.steps}")
+    return arguments
 
 
 def main():
@@ -98,7 +101,10 @@ def train(folder: Path, method: str, label: str, steps: int):
     }
     if (folder / "model_index.json").exists() and _settings_of(folder).items() >= settings.items():
         return
-    if folder.exists() and not (_settings_of(folder).items() >= settings.items() and any(folder.glob("checkpoint-*"))):
+    is_same_run = _settings_of(folder).items() >= settings.items() and any(folder.glob("checkpoint-*"))
+    if folder.exists() and not is_same_run:
+        if any(folder.iterdir()) and not _settings_of(folder):
+            sys.exit(f"demo: {folder} holds something else: give another --folder")
         shutil.rmtree(folder)  # of other settings, or ended before its first checkpoint
     config = folder.parent / "model.json"
     config.parent.mkdir(parents=True, exist_ok=True)

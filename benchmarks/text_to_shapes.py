@@ -8,7 +8,9 @@ that was interrupted is gone on with, and one that is done is only sampled again
 """
 
 import argparse
+import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUNet2DCon
 from scalelong_diffusers.data import COLOURS, SHAPES, recognise
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.train import train_text_to_image
+from scalelong_diffusers.trainer import run_script
 
 
 # A U-Net: with so few images it finds out sooner than a U-ViT what belongs to a place and what to its neighbour.
@@ -73,7 +76,8 @@ def train(folder: Path):
     flags += ["--model_config_name_or_path", str(config), "--output_dir", str(folder / "model")]
     if list((folder / "model").glob("checkpoint-*")):
         flags += ["--resume_from_checkpoint", "latest"]
-    train_text_to_image.main(flags)
+    with contextlib.redirect_stdout(sys.stderr):  # which is for the figures
+        train_text_to_image.main(flags)
 
 
 def training_minutes(folder: Path) -> float:
@@ -132,4 +136,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -6,7 +6,8 @@ What of constant scaling makes it faster? A plain U-ViT, trained with one or bot
 CS multiplies the i-th skip by k before `skip_proj` reads it: W (k x) = (k W) x. With V = k W as the weight of a plain
 model its output is the same, and AdamW moves V as it would have moved W where V starts k times as large, at a rate
 times k, with eps / k (the gradients of V are those of W divided by k) and weight decay / k (which is taken times the
-rate). So `both` is CS itself, and `init` and `rate` are each a part of it.
+rate). So `both` is CS itself as long as nothing is clipped (the norm of all gradients has those of V in it); `init`
+and `rate` are each a part of it.
 """
 
 import argparse

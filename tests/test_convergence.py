@@ -88,6 +88,15 @@ def test_the_table_compares_runs_of_one_seed(benchmark, results):
     assert cs[:5] == ["| cs 0.9", "0.00025", "3", "2.0000 (1.5000 to 2.5000)", "20.00 (not reached to 40.00)"]
 
 
+def test_where_the_plain_model_diverges_nobody_is_fast(benchmark, results):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    diverged = ({"learning_rate": 4e-3}, [9.0, None, None], None, "the loss is not finite")
+    found = results([diverged, ({"method": "cs 0.9", "learning_rate": 4e-3}, [1.0, 1.0, 1.0])])
+    assert found.steps_to(9.5, runs.Run("none", 4e-3)) is None
+    assert "1.0000 (plain diverges)" in report.tables(found)
+    assert "| none |  |  |  |  | diverges |" in report.tables(found)
+
+
 def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results, tmp_path):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     curve = [1.0 / (k + 1) for k in range(40)]
@@ -102,10 +111,13 @@ def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results,
 
 def test_the_pages_tables_are_those_of_the_committed_lines(benchmark, project_root):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    tables = report.tables(runs.Results(project_root / "benchmarks" / "convergence.jsonl"))
+    results = runs.Results(project_root / "benchmarks" / "convergence.jsonl")
     page = (project_root / "docs" / "which_method.md").read_text()
-    for table in re.findall(r"### [^\n]*\n\n(\|.*?)(?:\n\n|$)", tables, re.DOTALL):
-        assert table in page
+    table = re.compile(r"^\|.*?(?=\n\n|\n?\Z)", re.DOTALL | re.MULTILINE)
+    tables = table.findall(report.tables(results))
+    assert len(tables) >= 2
+    assert table.findall(page) == tables
+    assert f"**{len(results.lines)} runs are finished so far**" in page
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,7 +42,8 @@ def demo(tmp_path_factory):
     assert not (folder / "index.html").exists()
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert "time left" in again.stderr or "<" in again.stderr  # the bar of each training
+    # The rest of one training and the whole of the other, each with a bar that says what time is left.
+    assert len(re.findall(rf"\b{STEPS}/{STEPS} steps \[[0-9:]+<00:00\]", again.stderr)) >= 2
     return folder
 
 
@@ -82,6 +84,20 @@ def test_how_many_steps(monkeypatch):
     assert demo.parse_args([]).steps == demo.STEPS
     assert demo.parse_args(["--quick"]).steps == demo.QUICK_STEPS
     assert demo.parse_args(["--steps", "7"]).steps == 7
+    # Neither takes the place of the other.
+    folders = {demo.parse_args(words).folder for words in ([], ["--quick"], ["--steps", "7"])}
+    assert len(folders) == 3
+
+
+def test_what_is_not_a_run_is_not_removed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "thesis.txt").write_text("years")
+    with pytest.raises(SystemExit, match="holds something else: give another --folder"):
+        demo.train(tmp_path / "none", "none", "without scaling", 3)
+    assert (tmp_path / "none" / "thesis.txt").read_text() == "years"
 
 
 def test_an_interrupted_demo_goes_on_with_each_step_once(demo):
@@ -104,6 +120,16 @@ def test_pictures_are_there_and_say_what_they_show(opened):
     assert len(pictures) == 60
     assert all(width == 16 for width, _ in pictures)
     assert all(alt.startswith("asked for ") and ", shows " in alt for _, alt in pictures)
+    # Each stands in the column of the colour and the row of the shape that it was asked for.
+    asked = page.evaluate(
+        "[...document.querySelectorAll('.images')].map(table => {"
+        "  const heads = [...table.tHead.rows[0].cells].slice(1).map(cell => cell.innerText);"
+        "  return [...table.tBodies[0].rows].flatMap(row => heads.map((colour, k) =>"
+        "    [colour + ' ' + row.cells[0].innerText, row.cells[k + 1].querySelector('img').alt]));"
+        "})"
+    )
+    assert [len(table) for table in asked] == [30, 30]
+    assert all(alt.startswith(f"asked for {name}, ") for table in asked for name, alt in table)
     curves = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.querySelectorAll('polyline').length)")
     assert curves == [2, 2]
     assert page.locator("svg[role=img][aria-label]").count() == 2

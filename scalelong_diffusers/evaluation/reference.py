@@ -106,13 +106,13 @@ def open_reference(
     )
 
 
-def check_reference(reference: str):
+def check_reference(reference: str, flag: str = "--reference"):
     """Refuse what can be none, before a model is loaded."""
     may_be_on_hub = _HUB_ID.fullmatch(reference) and not reference.endswith(SUFFIXES)
     if reference == SHAPES or may_be_on_hub or os.path.exists(reference):
         return
     raise FileNotFoundError(
-        f"--reference {reference}: there is no such file or folder, and it is neither {SHAPES!r} nor the id of a data "
+        f"{flag} {reference}: there is no such file or folder, and it is neither {SHAPES!r} nor the id of a data "
         "set on the Hub"
     )
 

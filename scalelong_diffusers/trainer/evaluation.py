@@ -61,12 +61,19 @@ class SampleEvaluation:
         reference = _reference_statistics(args, data, features)
         check_features(reference, features)
         check_kept(metrics, reference)
-        for warning in too_small(metrics, args.num_eval_images, features.num_features):
-            accelerator.print(f"warning: --num_eval_images: {warning}")
+        warnings = too_small(metrics, args.num_eval_images, features.num_features)
+        if reference.n is not None and reference.n < args.num_eval_images:
+            warnings += too_small(metrics, reference.n, features.num_features, "reference images")
+        for warning in warnings:
+            accelerator.print(f"warning: --eval_steps: {warning}")
         return cls(reference, features, metrics, args.num_eval_images, args.train_batch_size, args.seed)
 
     def figures(self, loop: TrainingLoop, make_images: MakeImages) -> dict[str, float]:
-        """`make_images` is given numbers of samples. All processes call this, and each makes a share."""
+        """
+        `make_images` is given numbers of samples. All processes call this, and each makes a share. What was trained is
+        saved before, since this may take long.
+        """
+        loop.save_checkpoint()
         with loop.evaluating():
             batches = self._batches(make_images, loop.accelerator)
             batches = with_progress(batches, self.num_images, self.batch_size, "FID of the samples")
@@ -90,8 +97,10 @@ def _reference_statistics(
     elif is_statistics(args.eval_reference):
         return FeatureStatistics.load(args.eval_reference)
     else:
-        check_reference(args.eval_reference)
-        reference = open_reference(args.eval_reference, args.resolution, min(data.channels, 3))
+        check_reference(args.eval_reference, "--eval_reference")
+        # Cut and scaled as the training images are.
+        how = {name: getattr(args, name) for name in ("crop_size", "image_interpolation_mode", "on_bad_image")}
+        reference = open_reference(args.eval_reference, args.resolution, min(data.channels, 3), **how)
     return reference_statistics(reference, features, default_cache_dir())[0]
 
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,14 +195,15 @@ def _prepare_folder(args: argparse.Namespace, folder: Path):
 def _try_to_write(folder: Path):
     """What is made for it is removed again: a run that is refused leaves nothing behind."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
     finally:
         for path in made:
-            path.rmdir()
+            with suppress(OSError):  # another run may have begun in the same parent
+                path.rmdir()
 
 
 def _save_into(save: Callable[[Path], None], folder: Path):

@@ -24,7 +24,7 @@ _FREE = {
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),
-    *("compile", "max_nonfinite_losses"),
+    *("compile", "max_nonfinite_losses", "on_bad_image"),
 }
 # What the weights of a checkpoint are made for.
 _FIXED = ("preset", "model_type", "kappa", "lora_rank", "train_text_encoder")
