@@ -44,7 +44,8 @@ def settle(args: argparse.Namespace, accelerator: Accelerator, data: TrainingDat
         args.max_train_steps = math.ceil(data.train.num_samples * args.num_train_epochs / total)
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in ("hub_token", "condition")}
     counts = f"{data.train.num_samples:,} to train on, {data.validation.num_samples:,} to validate with"
-    settings["data"] = f"{data.description} ({data.fingerprint}): {counts}"
+    settings["data"] = f"{data.description}: {counts}"
+    settings["data_fingerprint"] = data.fingerprint
     settings["model"] = _describe(model)
     for name, value in settings.items():
         accelerator.print(f"{name}: {value}")
@@ -73,6 +74,8 @@ def check_same_run(checkpoint: Path, before: dict[str, Any], settings: dict[str,
     """Refuse to go on with other settings than a checkpoint's run had, unless that is wanted and can be."""
     # With a constant rate a run can be made longer; otherwise its length is part of the schedule.
     free = _FREE | ({"max_train_steps"} if settings["lr_scheduler"].startswith("constant") else set())
+    # The same images may be described otherwise, as where their folder was moved.
+    free |= {"data"} if before.get("data_fingerprint") == settings["data_fingerprint"] else set()
     changed = {
         name: f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
         for name in {**before, **settings}

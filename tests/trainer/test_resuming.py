@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline
+from scalelong_diffusers.data.shapes import Shapes
 from scalelong_diffusers.trainer import TrainingStopped
 
 
@@ -204,7 +205,7 @@ def test_other_settings_are_named_and_refused(train, two_checkpoints, metrics_of
     train(two_checkpoints, allow_changed_settings=True, max_train_steps=20, **changes)  # averages again
     with pytest.raises(TrainingStopped, match="holds the weights of another model: skip_scaling was 'cs' and is 'ls'"):
         train(two_checkpoints, allow_changed_settings=True, skip_scaling="ls", **changes)
-    with pytest.raises(TrainingStopped, match=r"data was 'the built-in shapes, 30 images .* and is "):
+    with pytest.raises(TrainingStopped, match=r"data was 'the built-in shapes, 30 images.* and is "):
         train(two_checkpoints, num_shapes=40, resume_from_checkpoint="latest")
 
 
@@ -213,6 +214,22 @@ def test_what_may_change_is_not_refused(train, two_checkpoints, unbroken, metric
     train(two_checkpoints, resume_from_checkpoint="latest", **changes)
     losses, expected = ([line["loss"] for line in metrics_of(folder)] for folder in (two_checkpoints, unbroken()))
     assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_pictures_may_have_moved_but_not_changed(train, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    shapes = Shapes(count=12, size=8)
+    for k in range(len(shapes)):
+        shapes.image(k).save(pictures / f"{k:02}.png")
+    settings = {"num_shapes": None, "max_train_steps": 4}
+    folder = train(tmp_path / "run", train_data_dir=pictures, **settings)
+    moved = pictures.rename(tmp_path / "moved")
+    settings |= {"max_train_steps": 8, "resume_from_checkpoint": "latest", "train_data_dir": moved}
+    train(folder, **settings)
+    (moved / "11.png").unlink()
+    with pytest.raises(TrainingStopped, match=r"data was '.*12 images.*' and is '.*11 images.*'; data_finger"):
+        train(folder, **settings)
 
 
 def test_an_earlier_checkpoint_is_not_resumed_from_while_there_are_later_ones(train, two_checkpoints):
