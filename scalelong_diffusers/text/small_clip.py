@@ -33,6 +33,13 @@ def build_small_clip(
     `cross_attention_dim`; torch's global generator initialises.
     """
     tokenizer = build_tokenizer(captions, context_length, vocab_size)
+    return build_text_model(tokenizer, hidden_size, num_layers, num_attention_heads), tokenizer
+
+
+def build_text_model(
+    tokenizer: CLIPTokenizer, hidden_size: int = 64, num_layers: int = 2, num_attention_heads: int = 4
+) -> CLIPTextModel:
+    """For all tokens of the tokenizer, and for texts as long as it makes them."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -40,13 +47,13 @@ def build_small_clip(
         projection_dim=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_attention_heads,
-        max_position_embeddings=context_length,
+        max_position_embeddings=tokenizer.model_max_length,
         # The encoder's own defaults are those of the published CLIP.
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return CLIPTextModel(config).eval(), tokenizer
+    return CLIPTextModel(config).eval()
 
 
 def build_tokenizer(captions: Iterable[str], context_length: int = 32, vocab_size: int = 4096) -> CLIPTokenizer:

@@ -12,7 +12,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from scalelong_diffusers.data import Batch, TrainingData
 from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.text.encoding import load_text_encoder, text_width, token_ids
-from scalelong_diffusers.text.small_clip import build_small_clip, build_tokenizer
+from scalelong_diffusers.text.small_clip import build_text_model, build_tokenizer
 
 
 TextEncoder = tuple[CLIPTextModel, CLIPTokenizer]
@@ -52,13 +52,10 @@ def build_text_encoder(args: argparse.Namespace, data: TrainingData, model: Mode
     width, limit = text_width(model), model.config.get("context_length", _LONGEST)
     tokenizer = build_tokenizer(captions, limit)
     longest = max(map(len, token_ids(dict.fromkeys(captions), tokenizer)))
+    tokenizer.model_max_length = min(longest, limit)
     torch.manual_seed(seed_for(args.seed, "text_encoder"))
-    return build_small_clip(
-        captions,
-        hidden_size=width,
-        num_attention_heads=width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1,
-        context_length=min(longest, limit),
-    )
+    num_heads = width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
+    return build_text_model(tokenizer, width, num_attention_heads=num_heads), tokenizer
 
 
 def leave_out(batch: Batch, proportion: float) -> list[str]:
