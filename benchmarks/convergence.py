@@ -24,8 +24,8 @@ Parts:
 - B, equal settings, the paper's protocol: the runs of A at equal rates; the target is that of the plain model there.
 - C, one thing changed at a time, at the best rates of A: 12 and 28 layers, batches of 16 and 64; and a small U-Net
   with rates of its own.
-- D, what of CS it is: a plain model whose half of `skip_proj` that reads the skip is initialised times k, is trained
-  at a rate times k, or both with all that makes it equal to CS but for clipping (benchmarks/without_factors.py).
+- D, what of CS it is: a plain model whose `skip_proj`, which reads the skips, is initialised times k, is trained at a
+  rate times k, or both with all that makes it equal to CS but for clipping (benchmarks/without_factors.py).
 
 Each run is a process of one thread. Interrupted, the same command goes on. A finished run is a line of
 benchmarks/convergence.jsonl, and is not done again.

@@ -67,8 +67,9 @@ def main(argv: Sequence[str] | None = None):
         null_class = data.num_classes if args.class_dropout else None
         unet = build_model(args, data, vae, num_class_embeds=data.num_classes + (null_class is not None))
         process = NoiseProcess.from_arguments(args)
+        run = settle(args, accelerator, data, unet)
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, run)
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         clean = encode_images(batch, vae, args.latent_scale)

@@ -98,8 +98,9 @@ def main(argv: Sequence[str] | None = None):
         check_validation_prompts(args.validation_prompts, tokenizer, captions.max_tokens)
         process = NoiseProcess.from_arguments(args)
         modules = {"unet": unet} | ({"text_encoder": text_encoder} if args.train_text_encoder else {})
+        run = settle(args, accelerator, data, unet)
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
-        loop = TrainingLoop(args, accelerator, modules, data, settle(args, accelerator, data, unet))
+        loop = TrainingLoop(args, accelerator, modules, data, run)
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
         clean = encode_images(batch, vae, args.latent_scale)

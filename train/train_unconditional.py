@@ -54,8 +54,9 @@ def main(argv: Sequence[str] | None = None):
         )
         unet = build_model(args, data, vae)
         process = NoiseProcess.from_arguments(args)
+        run = settle(args, accelerator, data, unet)
         evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
+        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, run)
 
     def losses_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         clean = encode_images(batch, vae, args.latent_scale)

@@ -53,14 +53,15 @@ class InceptionFeatures:
             network = FrechetInceptionDistance(self.num_features, antialias=False).inception
         except ModuleNotFoundError as error:
             raise MissingPackage(
-                "features of Inception need the package torch-fidelity: pip install torch-fidelity; or give "
-                "--features a vision model of transformers, whose figures compare with one another alone"
+                "features of Inception need the package torch-fidelity: pip install torch-fidelity; or take "
+                "a vision model of transformers as the features, whose figures compare with one another alone"
             ) from error
         except OSError as error:
             folder = Path(torch.hub.get_dir(), "checkpoints")
             raise OSError(
                 f"the weights of Inception can not be downloaded ({error}): put {INCEPTION_WEIGHTS} of "
-                f"torch-fidelity's release v0.2.0 into {folder}, or give --features a vision model of transformers"
+                f"torch-fidelity's release v0.2.0 into {folder}, or take a vision model of transformers as the "
+                "features"
             ) from error
         self._network = network.to(device)
         self._device = device

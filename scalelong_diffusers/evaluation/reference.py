@@ -106,14 +106,14 @@ def open_reference(
     )
 
 
-def check_reference(reference: str, flag: str = "--reference"):
+def check_reference(reference: str):
     """Refuse what can be none, before a model is loaded."""
     may_be_on_hub = _HUB_ID.fullmatch(reference) and not reference.endswith(SUFFIXES)
     if reference == SHAPES or may_be_on_hub or os.path.exists(reference):
         return
     raise FileNotFoundError(
-        f"{flag} {reference}: there is no such file or folder, and it is neither {SHAPES!r} nor the id of a data "
-        "set on the Hub"
+        f"the reference {reference}: there is no such file or folder, and it is neither {SHAPES!r} nor the id of a "
+        "data set on the Hub"
     )
 
 
@@ -130,7 +130,7 @@ def _open(reference: str, settings: DataSettings, needs_captions: bool) -> tuple
         if reference == SHAPES or os.path.isdir(reference):
             raise
         raise OSError(
-            f"--reference {reference} is no local folder, and as a data set on the Hub it can not be had: {error}"
+            f"the reference {reference} is no local folder, and as a data set on the Hub it can not be had: {error}"
         ) from error
 
 

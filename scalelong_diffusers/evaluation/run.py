@@ -96,7 +96,7 @@ class Evaluation:
         if width != height:
             raise ValueError(
                 f"the images have {width} x {height} pixels, and those of a data set are cut to squares: only a file "
-                "of statistics can be the --reference"
+                "of statistics can be the reference"
             )
         data = dict(self.data)
         if self.cache_dir is not None and self.reference != SHAPES:

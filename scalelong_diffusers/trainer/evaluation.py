@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from scalelong_diffusers.data import DataSettings, TrainingData
+from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.data.images import with_channels
 from scalelong_diffusers.evaluation.evaluate import (
     check_features,
@@ -69,11 +69,7 @@ class SampleEvaluation:
         return cls(reference, features, metrics, args.num_eval_images, args.train_batch_size, args.seed)
 
     def figures(self, loop: TrainingLoop, make_images: MakeImages) -> dict[str, float]:
-        """
-        `make_images` is given numbers of samples. All processes call this, and each makes a share. What was trained is
-        saved before, since this may take long.
-        """
-        loop.save_checkpoint()
+        """`make_images` is given numbers of samples. All processes call this, and each makes a share."""
         with loop.evaluating():
             batches = self._batches(make_images, loop.accelerator)
             batches = with_progress(batches, self.num_images, self.batch_size, "FID of the samples")
@@ -97,7 +93,7 @@ def _reference_statistics(
     elif is_statistics(args.eval_reference):
         return FeatureStatistics.load(args.eval_reference)
     else:
-        check_reference(args.eval_reference, "--eval_reference")
+        check_reference(args.eval_reference)
         # Cut and scaled as the training images are.
         how = {name: getattr(args, name) for name in ("crop_size", "image_interpolation_mode", "on_bad_image")}
         reference = open_reference(args.eval_reference, args.resolution, min(data.channels, 3), **how)
@@ -105,9 +101,8 @@ def _reference_statistics(
 
 
 def _training_images(args: argparse.Namespace, data: TrainingData) -> Reference:
-    settings = DataSettings.from_arguments(args)
     for flag in ("precomputed_dir", "streaming"):
-        if getattr(settings, flag):
+        if getattr(args, flag):
             raise ValueError(
                 f"--eval_steps compares with all images, which --{flag} does not have: give --eval_reference"
             )
@@ -115,5 +110,4 @@ def _training_images(args: argparse.Namespace, data: TrainingData) -> Reference:
     transform = dataclasses.replace(
         rows.transform, channels=min(data.channels, 3), center_crop=True, random_flip=False
     )
-    skip_bad = settings.on_bad_image == "skip"
-    return Reference(rows.source, "train", transform, skip_bad, settings.dataloader_num_workers)
+    return Reference(rows.source, "train", transform, args.on_bad_image == "skip", args.dataloader_num_workers)

@@ -33,11 +33,12 @@ class TestReference:
     @pytest.mark.parametrize("reference", ["no/such/folder", "./none", "none.npz"])
     def test_that_is_not_there(self, refused, pictures, reference):
         line = refused(pictures(3), reference=reference)
-        assert f"--reference {reference}: there is no such file or folder" in line
+        assert f"the reference {reference}: there is no such file or folder" in line
 
     def test_that_is_not_on_the_hub(self, refused, pictures):
         line = refused(pictures(3), reference="nobody/nothing")
-        assert "--reference nobody/nothing is no local folder, and as a data set on the Hub it can not be had" in line
+        assert "the reference nobody/nothing is no local folder" in line
+        assert "as a data set on the Hub it can not be had" in line
 
     def test_that_is_empty(self, refused, pictures, tmp_path):
         (tmp_path / "empty").mkdir()
@@ -169,7 +170,7 @@ class TestMetricsAndFeatures:
     def test_inception_without_its_package(self, refused, pictures):
         line = refused(pictures(3), features=None)
         assert "features of Inception need the package torch-fidelity: pip install torch-fidelity" in line
-        assert "or give --features a vision model of transformers" in line
+        assert "or take a vision model of transformers as the features" in line
 
     def test_without_torchmetrics(self, refused, pictures, monkeypatch):
         for name in [name for name in sys.modules if name.split(".")[0] == "torchmetrics"]:

@@ -1,6 +1,7 @@
 """FID and KID of a run's samples: the figures of the pipeline that it saves, and what is refused before it starts."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -88,6 +89,15 @@ def test_training_goes_on_as_if_nothing_had_been_measured(train, evaluation, ass
     measured = train(tmp_path / "measured", **evaluation)
     plain = train(tmp_path / "plain", **{**evaluation, "eval_steps": 0})
     assert losses(measured) == losses(plain)
+
+
+def test_resumed_where_it_was_measured_it_is_the_same_run(train, evaluation, assert_same_run, tmp_path):
+    evaluation |= {"checkpointing_steps": 2}
+    expected = train(tmp_path / "expected", **evaluation)
+    broken = shutil.copytree(expected, tmp_path / "broken")
+    shutil.rmtree(broken / "checkpoint-4")
+    train(broken, **evaluation, resume_from_checkpoint="latest")
+    assert_same_run(broken, expected)
 
 
 def test_two_processes_share_the_images(train, launch, evaluation, home, tmp_path, monkeypatch):
