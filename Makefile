@@ -13,7 +13,7 @@ install: .venv/installed
 	touch $@
 
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 # Two trainings and a page that compares them, in ten minutes; QUICK=1 takes two.
 demo: install

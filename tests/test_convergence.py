@@ -138,6 +138,7 @@ def team(benchmark, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_runs_that_are_interrupted_go_on_and_finished_ones_are_not_done_again(benchmark, team, monkeypatch, tmp_path):
     convergence, runs = benchmark("convergence"), benchmark("convergence_runs")
     monkeypatch.setitem(runs.TRAINING, "validation_steps", 4)

@@ -14,8 +14,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 
-# One run of the demo is enough: all in one process.
-pytestmark = pytest.mark.xdist_group("demo")
+pytestmark = pytest.mark.slow
 
 STEPS = 24
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

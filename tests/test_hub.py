@@ -79,6 +79,7 @@ if os.environ["HF_HUB_OFFLINE"] == "0":
 )
 
 
+@pytest.mark.slow
 def test_what_is_pushed_is_loaded_elsewhere_and_from_the_cache_without_a_hub(hub):
     pushed = hub(PUSH).stdout.splitlines()
     kinds = [line.rsplit(" ", 1)[0] for line in pushed[:-1]]
@@ -118,6 +119,7 @@ print(Image.open(hf_hub_download("tester/classes", "samples.png")).size)
 )
 
 
+@pytest.mark.slow
 def test_the_card_is_kept_up_to_date_and_its_snippets_work_when_pasted(hub, tmp_path):
     assert hub(CARDS, tmp_path).stdout == "(32, 32)\n"
     cards = {name: (tmp_path / f"{name}.md").read_text() for name in ("classes", "unet", "stock", "saved")}
@@ -184,6 +186,7 @@ for load, name in (DiffusionPipeline, "classes"), (DiffusionPipeline, "stock"), 
 """
 
 
+@pytest.mark.slow
 def test_loader_files_load_with_trust_and_say_what_to_install(hub):
     hub(WITH_LOADERS)
     printed = hub(TRUST, "with the package").stdout.splitlines()

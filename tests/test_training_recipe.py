@@ -46,6 +46,7 @@ def test_a_script_of_diffusers_trains_resumes_and_saves_scaled(sd, recipe, entry
     assert_same_run(tmp_path / "resumed", tmp_path / "unbroken", base, entry)
 
 
+@pytest.mark.slow
 def test_and_over_two_processes(sd, recipe, tmp_path):
     """Each process sees the same batch here, so the run is that of one."""
     base = tmp_path / "base"

@@ -77,6 +77,7 @@ def pushed(hub):
     return hub
 
 
+@pytest.mark.slow
 def test_data_sets_of_the_hub(pushed):
     assert pushed(LOAD).stdout.splitlines() == [
         "tester/pets, 20 images 20 5 ['cat', 'dog']",

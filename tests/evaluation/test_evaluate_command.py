@@ -198,6 +198,7 @@ class TestGoingOn:
         assert "Traceback" not in complaint
         Image.open(tmp_path / "out" / "000003.png").load()
 
+    @pytest.mark.slow
     def test_two_processes_make_the_same_images_and_figures(self, measured, pipeline, network, tmp_path):
         flags = [*FAST, "--reference", "shapes", "--features", network, "--json"]
         alone = measured(pipeline, *FAST, out=tmp_path / "alone")

@@ -82,6 +82,7 @@ class TestEMA:
         assert type(model).from_config(model.config).config.skip_scaling["kappa"] == 0.5
 
 
+@pytest.mark.slow
 class TestCompilers:
     @pytest.fixture(autouse=True)
     def fresh_compiler(self):
@@ -293,6 +294,7 @@ dist.destroy_process_group()
 
 
 @ENTRIES
+@pytest.mark.slow
 def test_ddp_over_two_processes_gives_the_gradient_of_the_whole_batch(ddpm, entry, tmp_path):
     ddpm.build_scaled(entry).save_pretrained(tmp_path / "model")
     (tmp_path / "script.py").write_text(DDP_SCRIPT)

@@ -450,6 +450,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_compiles_without_a_break(name, fresh_compiler):
     model = make(skip_scaling=METHODS[name], num_class_embeds=5, **TEXT)
     inputs = {"encoder_hidden_states": torch.randn(2, 3, 12), "class_labels": torch.tensor([0, 4])}
@@ -460,6 +461,7 @@ def test_compiles_without_a_break(name, fresh_compiler):
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_sees_another_scaling(fresh_compiler):
     model = make()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -480,6 +482,7 @@ def test_compiled_blocks_are_compiled_once_for_all_factors(fresh_compiler):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+@pytest.mark.slow
 def test_trains_under_inductor(fresh_compiler):
     model = make(num_layers=2, skip_scaling="ls")
     expected = gradients_of(model)

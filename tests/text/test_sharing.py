@@ -72,6 +72,7 @@ for revision in ("other", "refs/pr/1"):
 )
 
 
+@pytest.mark.slow
 def test_pushed_and_loaded_by_others(build_kind, hub, tmp_path):
     build_kind("sd1").save_pretrained(tmp_path / "base")
     pushed = hub(PUSH).stdout.splitlines()

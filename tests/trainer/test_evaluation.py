@@ -100,6 +100,7 @@ def test_resumed_where_it_was_measured_it_is_the_same_run(train, evaluation, ass
     assert_same_run(broken, expected)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_images(train, launch, evaluation, home, tmp_path, monkeypatch):
     alone = train(tmp_path / "alone", **evaluation)
     monkeypatch.setenv("HF_HOME", str(home))

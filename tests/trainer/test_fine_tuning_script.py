@@ -325,6 +325,7 @@ class TestResuming:
         assert before["strength"] == 1
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_lora_as_one_does(tune, launch, base, metrics_of, tmp_path):
     folder, changes = base(), {**METHODS["ls"], **FAST, "lora_rank": 2, "learning_rate": 0.01}
     two = launch(

@@ -33,6 +33,7 @@ def assert_close(folder, expected, tolerance):
         torch.testing.assert_close(weights[name], wanted, rtol=0, atol=tolerance, msg=name)
 
 
+@pytest.mark.slow
 def test_in_float64_the_weights_agree(train, launch, double_script, tmp_path):
     whole = train(tmp_path / "whole", script=double_script, **EIGHT)
     assert weights_of(whole)["norm.weight"].dtype == torch.float64
@@ -43,6 +44,7 @@ def test_in_float64_the_weights_agree(train, launch, double_script, tmp_path):
     assert_close(tmp_path / "processes", whole, 1e-9)
 
 
+@pytest.mark.slow
 def test_in_float32_the_losses_agree(train, launch, metrics_of, tmp_path):
     others = launch(tmp_path / "processes", processes=2, **TWO_BY_FOUR)
     runs = [

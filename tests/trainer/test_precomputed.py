@@ -228,6 +228,7 @@ def test_half_the_room(precompute, features):
     torch.testing.assert_close(batch["moments"], wanted["moments"], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_killed_in_two_processes_and_gone_on_with(launch_script, flags_of_precomputing, precompute, tmp_path):
     folder = tmp_path / "features"
     arguments = flags_of_precomputing(folder, rows_per_shard=1, num_shapes=160)
@@ -418,6 +419,7 @@ def test_features_are_not_lost_at_an_image_that_can_not_be_read(precompute, sixt
     assert [name for batch in batches for name in batch.unreadable] == [f"row 12 of the train split of {folder}"]
 
 
+@pytest.mark.slow
 def test_an_image_that_another_process_can_not_read_is_named_once(
     launch_script, flags_of_precomputing, sixty_images, tmp_path
 ):

@@ -57,7 +57,7 @@ def cut_off_after(folder, step):
         (11, {"gradient_accumulation_steps": 2, "train_batch_size": 2}),
         (6, {"skip_scaling": "ls", "skip_scaling_warmup_steps": 9, "lr_scheduler": "cosine"}),
         (13, {"no-use_ema": True, "lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3}),
-        (2, {"model_config_name_or_path": None, "model_type": "unet"}),
+        (2, {"model_config_name_or_path": None, "model_type": "unet", "max_train_steps": 4}),
     ],
     ids=str,
 )
@@ -71,6 +71,7 @@ def test_resumed_at_any_step(train, unbroken, assert_same_run, tmp_path, at, cha
 
 
 @pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (2, 2)])
+@pytest.mark.slow
 def test_killed_while_it_trains(launch, assert_same_run, tmp_path, workers, processes):
     """Between two steps or within one, as it comes, and after a checkpoint."""
     changes = {"dataloader_num_workers": workers, "processes": processes, "train_batch_size": 4 // processes}
@@ -103,6 +104,7 @@ def test_killed_while_it_writes_a_checkpoint(launch, train, unbroken, assert_sam
 # With validation in every step it is there that most signals arrive.
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_signal_saves_and_says_how_to_go_on(launch, train, unbroken, tmp_path, number, processes):
     expected = unbroken()
     broken = tmp_path / "broken"
@@ -133,6 +135,7 @@ def test_a_signal_saves_and_says_how_to_go_on(launch, train, unbroken, tmp_path,
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_signal_to_one_process_while_it_samples_stops_all(launch, tmp_path, rank):
     """The others can not know of it until the next step, after which all of them stop."""
     settings = {"sample_steps": 2, "num_samples": 4, "num_inference_steps": 200, "checkpointing_steps": 1000}

@@ -213,6 +213,7 @@ def test_the_batch_of_a_preset_is_shared_out(fresh_accelerator, tmp_path):
     ],
     ids=["accelerate launch -m", "python -m"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_ways_to_start(start, tmp_path):
     flags = ["--resolution=8", "--num_shapes=20", "--train_batch_size=2", "--max_train_steps=2", "--sample_steps=0"]
     command = [sys.executable, *start, *flags, f"--output_dir={tmp_path / 'run'}"]
@@ -243,6 +244,7 @@ train_unconditional.main(["--output_dir", sys.argv[1], *sys.argv[2:]])
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_pushed_with_its_card_and_a_push_that_fails_costs_nothing(hub, tiny_config, tmp_path):
     words = ["--model_config_name_or_path", str(tiny_config), "--resolution=8", "--num_shapes=30", "--push_to_hub"]
     words += ["--max_train_steps=2", "--train_batch_size=4", "--num_samples=4", "--num_inference_steps=1"]

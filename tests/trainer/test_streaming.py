@@ -31,6 +31,7 @@ def lines_of(folder) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(train, launch, shards, assert_same_run, tmp_path):
     expected = train(tmp_path / "unbroken", **shards)
     assert json.loads((expected / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] == 16 * 4 / 27
@@ -46,6 +47,7 @@ def test_killed_and_resumed(train, launch, shards, assert_same_run, tmp_path):
     assert_same_run(broken, expected)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(train, launch, shards, metrics_of, tmp_path):
     running = launch(tmp_path / "two", processes=2, train_batch_size=2, dataloader_num_workers=1, **shards)
     expected = metrics_of(train(tmp_path / "one", **shards))

@@ -105,6 +105,7 @@ class TestASmallClip:
         )
         assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], abs=1e-5)
 
+    @pytest.mark.slow
     def test_two_processes_train_it_as_one_does(self, train_text, launch, metrics_of, text_config, tmp_path):
         changes = {"max_train_steps": 4, "sample_steps": 0, "model_config_name_or_path": text_config}
         script = train_text_to_image.__file__
