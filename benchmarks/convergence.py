@@ -13,6 +13,8 @@ The protocol, fixed before the first run:
 - Every 50 steps: the loss of 512 test images with noise and timesteps that stay the same, of the averaged weights
   (decay 0.995, reached by and by as the scripts do it) and of the raw ones. What is reported is that of the averaged
   weights, and that of the raw ones beside it. The final loss is the mean of the last three.
+- A run diverges that can not go on, or whose final loss is above that of its first evaluation; a plain model that does
+  is nobody's target. (Added after the first twelve runs, of which one had fallen apart at a loss of 1.)
 - A target is reached at the first of three evaluations in a row that are all below it. The target is the final loss of
   the plain model, which takes it all 2,000 steps. The result is 2,000 / the method's steps.
 
@@ -46,6 +48,7 @@ from convergence_report import draw_figure, tables, tables_of_quick
 from convergence_runs import METHODS, MODELS, SETTLED, SIZE, TRAINING, Results, Run, runs_of
 
 
+DEBIANS = "/usr/share/datasets/fashion-mnist"
 FIGURES = Path(__file__).parents[1] / "docs" / "images"
 
 
@@ -56,19 +59,22 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--data", default="/usr/share/datasets/fashion-mnist", help="a folder, or an id on the Hub")
+    parser.add_argument("--data", default=DEBIANS, help="a folder with Fashion-MNIST, or its id on the Hub")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs are ended with it, as by Ctrl-C
     arguments.folder.mkdir(parents=True, exist_ok=True)
     quick = arguments.quick
     results = Results(arguments.folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
     if not arguments.report:
-        team = Team(arguments.folder, data_flag(arguments.data, arguments.folder), results, arguments.jobs)
-        for part in ["quick"] if quick else arguments.parts:
-            # Twice: best rates are known only when all rates are done.
-            for _ in range(2):
-                team.do([run for run in runs_of(part, results) if run.method in arguments.methods])
+        with results.locked():
+            team = Team(arguments.folder, data_flag(arguments.data, arguments.folder), results, arguments.jobs)
+            for part in ["quick"] if quick else arguments.parts:
+                # Twice: best rates are known only when all rates are done.
+                for _ in range(2):
+                    team.do([run for run in runs_of(part, results) if run.method in arguments.methods])
     print(tables_of_quick(results) if quick else tables(results))
     if not quick:
         draw_figure(results, FIGURES)
@@ -77,6 +83,11 @@ def main():
 def data_flag(data: str, folder: Path) -> str:
     """Debian's files are written anew as the parquet files that a script reads."""
     if not Path(data).is_dir():
+        if Path(data).is_absolute():
+            sys.exit(
+                f"there is no folder {data}: apt-get install dataset-fashion-mnist, or give --data another folder "
+                "with Fashion-MNIST or its id on the Hub"
+            )
         return f"--dataset_name={data}"
     if not list(Path(data).glob("*-images-idx3-ubyte.gz")):
         return f"--train_data_dir={data}"
@@ -109,6 +120,8 @@ class Team:
         self.jobs = jobs
         self.processes: dict[Run, subprocess.Popen] = {}
         self.durations: list[float] = []
+        for name, config in MODELS.items():
+            self._config(name).write_text(json.dumps(config))
 
     def do(self, runs: list[Run]):
         waiting = [run for run in dict.fromkeys(runs) if run not in self.results]
@@ -134,12 +147,10 @@ class Team:
 
     def _start(self, run: Run) -> subprocess.Popen:
         folder = self.folder / run.name
-        config = self.folder / f"{run.model}.json"
-        config.write_text(json.dumps(MODELS[run.model]))
         settings = {
             **TRAINING,
             "output_dir": folder,
-            "model_config_name_or_path": config,
+            "model_config_name_or_path": self._config(run.model),
             "learning_rate": run.learning_rate,
             "seed": run.seed,
             "train_batch_size": run.batch_size,
@@ -160,11 +171,14 @@ class Team:
                 start_new_session=True,  # an interrupt is for the benchmark, which ends it
             )
 
+    def _config(self, model: str) -> Path:
+        return self.folder / f"{model}.json"
+
     def _errors(self, run: Run) -> Path:
         return self.folder / f"{run.name}.log"
 
     def _collect(self, run: Run, process: subprocess.Popen):
-        said = self._errors(run).read_text().strip().splitlines()
+        said = self._errors(run).read_text().strip().splitlines() or ["it said nothing"]
         stopped = said[-1] if process.returncode else None
         if stopped is not None and "not finite" not in stopped:
             sys.exit(f"{run.name} ended with {process.returncode}: {stopped}")

@@ -2,12 +2,14 @@
 
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 from chart import HEIGHT, WIDTH, Curve, chart
 from convergence_runs import (
     METHODS,
     QUICK_METHODS,
+    SETTLED,
     Results,
     Run,
     quick_run,
@@ -23,13 +25,16 @@ SHOWN = ("none", "inv_sqrt2", "cs 0.9", "ls per skip")
 
 
 def tables(results: Results) -> str:
-    sections = {
-        "Tuned rates": tuned_rates(results),
-        "Equal rates": _against_plain(results, {method: _by_rate(method, "uvit-20") for method in METHODS}),
-        "Other sizes": _against_plain(results, _variations(results)),
-        "A small U-Net": _against_plain(results, {method: _by_rate(method, "unet") for method in METHODS}),
-        "Without factors": without_factors(results),
+    compared = {
+        "Equal rates": {method: _by_rate(method, "uvit-20") for method in METHODS},
+        "Other sizes": _variations(results),
+        "A small U-Net": {method: _by_rate(method, "unet") for method in METHODS},
     }
+    sections = {"Tuned rates": tuned_rates(results), "A small U-Net, tuned rates": tuned_rates(results, "unet")}
+    for title, runs in compared.items():
+        sections[title] = _against_plain(results, runs)
+        sections[f"{title}, raw weights"] = _against_plain(results, runs, raw=True)
+    sections["Without factors"] = without_factors(results)
     return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
 
 
@@ -38,29 +43,33 @@ def tables_of_quick(results: Results) -> str:
     return _against_plain(results, {method: {f"{run.learning_rate:g}": run} for method, run in runs.items()})
 
 
-def tuned_rates(results: Results) -> str:
-    """Part A: each method at its best rate, against the plain model at its own with the same seed."""
-    plain = {run.seed: run for run in _finished_seeds(results, "none")}
+def tuned_rates(results: Results, model: str = "uvit-20") -> str:
+    """Each method at its best rate, against the plain model at its own with the same seed."""
+    plain = {run.seed: run for run in _finished_seeds(results, "none", model)}
     rows = []
     for method in METHODS:
-        runs = _finished_seeds(results, method)
+        runs = _finished_seeds(results, method, model)
         if not runs:
             continue
         row = [method, f"{runs[0].learning_rate:g}", str(len(runs))]
         for raw in (False, True):
-            row.append(_range([results.final_loss(run, raw) for run in runs]))
+            row.append(_spread([results.final_loss(run, raw) for run in runs], statistics.median, _loss))
             pairs = [(run, plain[run.seed]) for run in runs if run.seed in plain]
             row.append("1" if method == "none" else _times_as_fast(results, pairs, raw))
         rows.append([*row, _gradients(results, runs)])
-    heads = ("method", "best rate", "seeds", "final loss, averaged", "times as fast")
-    return _table((*heads, "final loss, raw", "times as fast, raw", "gradient norm, mean / max"), rows)
+    heads = ("method", "best rate", "seeds", "final loss, averaged weights", "times as fast")
+    raw_heads = ("final loss, raw weights", "times as fast, raw weights")
+    return _table((*heads, *raw_heads, f"gradient norm after step {SETTLED}, mean / max"), rows)
 
 
 def without_factors(results: Results) -> str:
-    """Part D: what stands for the factors."""
-    runs = without_factors_of(results.best_rate("cs 0.9") or 0)
-    rows = [[name, _loss(results.final_loss(run))] for name, run in runs.items() if run in results]
-    return _table(("instead of the factors", "final loss, averaged"), rows)
+    """Part D: what stands for the factors, between the plain model and CS at the same rate."""
+    rate = results.best_rate("cs 0.9") or 0
+    finished = {name: run for name, run in without_factors_of(rate).items() if run in results}
+    if finished:
+        finished = {"nothing: the plain model": Run("none", rate), **finished, "they themselves": Run("cs 0.9", rate)}
+    rows = [[name, *(_loss(results.final_loss(run, raw)) for raw in (False, True))] for name, run in finished.items()]
+    return _table(("instead of the factors", "final loss, averaged weights", "raw weights"), rows)
 
 
 def _by_rate(method: str, model: str) -> dict[str, Run]:
@@ -69,10 +78,12 @@ def _by_rate(method: str, model: str) -> dict[str, Run]:
 
 def _variations(results: Results) -> dict[str, dict[str, Run]]:
     best = {method: results.best_rate(method) for method in METHODS}
+    if best["none"] is None:
+        return {}
     return {f"{method}, {rate:g}": variations_of(method, rate) for method, rate in best.items() if rate is not None}
 
 
-def _against_plain(results: Results, runs: dict[str, dict[str, Run]]) -> str:
+def _against_plain(results: Results, runs: dict[str, dict[str, Run]], raw: bool = False) -> str:
     """
     A row for each method, the plain one first: its final losses, and how many times as fast it gets to the plain
     model's final loss in the same column.
@@ -82,9 +93,10 @@ def _against_plain(results: Results, runs: dict[str, dict[str, Run]]) -> str:
     for method, columns in runs.items():
         row = [method]
         for name, run in columns.items():
-            figure = _loss(results.final_loss(run)) if run in results else ""
-            if run in results and plain[name] in results and run != plain[name]:
-                figure += f" ({_times_as_fast(results, [(run, plain[name])])})"
+            loss = results.final_loss(run, raw) if run in results else None
+            figure = "" if loss is None else _loss(loss)
+            if run != plain[name] and plain[name] in results and loss is not None and math.isfinite(loss):
+                figure += f" ({_times_as_fast(results, [(run, plain[name])], raw)})"
             row.append(figure)
         if any(row[1:]):
             rows.append(row)
@@ -93,15 +105,18 @@ def _against_plain(results: Results, runs: dict[str, dict[str, Run]]) -> str:
 
 def draw_figure(results: Results, folder: Path):
     """Of the methods that the figure shows, as far as their best rates are known, and once there are two of them."""
-    finished = {
-        method: [results.evaluations(run) for run in _finished_seeds(results, method) if not results.stopped(run)]
-        for method in SHOWN
-    }
-    finished = {method: curves for method, curves in finished.items() if curves}
-    if len(finished) > 1:
+    curves = {}
+    for method in SHOWN:
+        runs = _finished_seeds(results, method)
+        whole = [run for run in runs if not results.diverged(run)]
+        if whole:
+            seeds = len(runs) if len(whole) == len(runs) else f"{len(whole)} of {len(runs)}"
+            label = f"{method}, {seeds} seed{'s' if len(runs) > 1 else ''}"
+            curves[label] = [results.evaluations(run) for run in whole]
+    if len(curves) > 1:
         folder.mkdir(exist_ok=True)
         for name, dark in {"light": False, "dark": True}.items():
-            (folder / f"convergence-{name}.svg").write_text(figure(finished, dark))
+            (folder / f"convergence-{name}.svg").write_text(figure(curves, dark))
 
 
 def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
@@ -119,7 +134,7 @@ def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
     )
     drawing = chart(
         {styles[name]: curve for name, curve in medians.items()},
-        right=110,
+        right=160,
         labels={styles[name]: name for name in medians},
     )
     title = "Validation loss over training steps"
@@ -139,41 +154,45 @@ _SHOWN_FROM = 400
 def _median(seeds: list[Curve]) -> Curve:
     steps = [step for step, _ in seeds[0]]
     losses = zip(*([loss for _, loss in curve] for curve in seeds))
-    return [(step, statistics.median(all_)) for step, all_ in zip(steps, losses) if step >= _SHOWN_FROM]
+    medians = zip(steps, map(statistics.median, losses))
+    return [(step, loss) for step, loss in medians if step >= _SHOWN_FROM and math.isfinite(loss)]
 
 
-def _finished_seeds(results: Results, method: str) -> list[Run]:
-    rate = results.best_rate(method)
-    return [] if rate is None else [run for run in seeds_of(method, rate) if run in results]
+def _finished_seeds(results: Results, method: str, model: str = "uvit-20") -> list[Run]:
+    rate = results.best_rate(method, model)
+    return [] if rate is None else [run for run in seeds_of(method, rate, model) if run in results]
 
 
 def _times_as_fast(results: Results, pairs: list[tuple[Run, Run]], raw: bool = False) -> str:
     """How soon runs get to the final loss of plain ones: the median, and the range where there are several."""
+    if not pairs:
+        return ""
     gains = []
     for run, plain in pairs:
         target = results.final_loss(plain, raw)
-        if math.isinf(target):
-            return "plain diverges"
-        steps = results.steps_to(target, run, raw)
-        gains.append(0.0 if steps is None else plain.steps / steps)
-    if not any(gains):
-        return "not reached" if gains else ""
-    return _range([gain or None for gain in gains], "{:.2f}")
+        if math.isfinite(target):
+            steps = results.steps_to(target, run, raw)
+            gains.append(0.0 if steps is None else plain.steps / steps)
+    if not gains:
+        return "plain diverges"
+    diverged = len(pairs) - len(gains)
+    # Of an even number the lower one: between a gain and none is no gain.
+    spread = _spread(gains, statistics.median_low, _gain) if any(gains) else _gain(0)
+    return spread if not diverged else f"{spread}; plain diverges for {diverged} of {len(pairs)} seeds"
 
 
 def _loss(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "diverges"
 
 
-def _range(values: list[float | None], form: str = "{:.4f}") -> str:
-    """Of an odd number of values the one in the middle; None, which is the least, is that a loss was not reached."""
-    words = ["not reached" if value is None else form.format(value) for value in sorted(values, key=_least_if_none)]
-    middle = words[(len(words) - 1) // 2]
-    return middle if len(words) == 1 else f"{middle} ({words[0]} to {words[-1]})"
+def _gain(gain: float) -> str:
+    return f"{gain:.2f}" if gain else "not reached"
 
 
-def _least_if_none(value: float | None) -> float:
-    return -math.inf if value is None else value
+def _spread(values: list[float], middle: Callable[[list[float]], float], words: Callable[[float], str]) -> str:
+    """The one in the middle, and the range where there are several."""
+    spread = words(middle(values))
+    return spread if len(values) == 1 else f"{spread} ({words(min(values))} to {words(max(values))})"
 
 
 def _gradients(results: Results, runs: list[Run]) -> str:

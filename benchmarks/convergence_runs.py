@@ -1,9 +1,12 @@
 """The runs of the convergence benchmark, what was measured of those that are finished, and which rate was best."""
 
+import fcntl
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,21 +89,37 @@ class Results:
 
     def __init__(self, file: Path):
         self.file = file
-        lines = file.read_text().splitlines() if file.exists() else []
-        self.lines = {Run(**line["run"]): line for line in map(json.loads, lines)}
+        content = file.read_bytes() if file.exists() else b""
+        self._size = content.rfind(b"\n") + 1  # after it is a line that was cut off, if anything
+        self.lines = {Run(**line["run"]): line for line in map(json.loads, content[: self._size].splitlines())}
+
+    @contextmanager
+    def locked(self):
+        """Nobody else adds lines inside; who wants to is told, and ends."""
+        with open(self.file, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                sys.exit(f"another process adds its runs to {self.file}: wait for it")
+            yield
 
     def add(self, run: Run, figures: dict[str, Any]):
         line = {"run": asdict(run), **figures, "machine": {**machine(), "threads": 1}}  # of a run
-        with open(self.file, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        with open(self.file, "ab") as file:
+            file.truncate(self._size)
+            file.write(json.dumps(line).encode() + b"\n")
+            self._size = file.tell()
         self.lines[run] = line
 
     def __contains__(self, run: Run) -> bool:
         return run in self.lines
 
-    def stopped(self, run: Run) -> bool:
-        """Whether the run could not go on."""
-        return self.lines[run]["stopped"] is not None
+    def diverged(self, run: Run, raw: bool = False) -> bool:
+        """Whether the run could not go on, or ended worse than it began."""
+        if self.lines[run]["stopped"] is not None:
+            return True
+        curve = self.evaluations(run, raw)
+        return not _end_of(curve) <= curve[0][1]
 
     def evaluations(self, run: Run, raw: bool = False) -> list[tuple[int, float]]:
         """Steps and losses; one that was not finite is infinite."""
@@ -108,10 +127,8 @@ class Results:
         return [(step, math.inf if losses[raw] is None else losses[raw]) for step, *losses in lines]
 
     def final_loss(self, run: Run, raw: bool = False) -> float:
-        """Infinite for a run that could not go on."""
-        if self.stopped(run):
-            return math.inf
-        return statistics.mean(loss for _, loss in self.evaluations(run, raw)[-3:])
+        """Infinite for a run that diverged."""
+        return math.inf if self.diverged(run, raw) else _end_of(self.evaluations(run, raw))
 
     def steps_to(self, target: float, run: Run, raw: bool = False) -> int | None:
         """The first of three evaluations in a row that are all below the target."""
@@ -129,6 +146,10 @@ class Results:
         return min(runs, key=self.final_loss).learning_rate
 
 
+def _end_of(curve: list[tuple[int, float]]) -> float:
+    return statistics.mean(loss for _, loss in curve[-3:])
+
+
 def quick_run(method: str) -> Run:
     return Run(method, QUICK_RATE, steps=QUICK_STEPS)
 
@@ -137,8 +158,8 @@ def rates_of(method: str, model: str = "uvit-20") -> list[Run]:
     return [Run(method, rate, model=model) for rate in RATES]
 
 
-def seeds_of(method: str, rate: float) -> list[Run]:
-    return [Run(method, rate, seed) for seed in SEEDS]
+def seeds_of(method: str, rate: float, model: str = "uvit-20") -> list[Run]:
+    return [Run(method, rate, seed, model) for seed in SEEDS]
 
 
 def variations_of(method: str, rate: float) -> dict[str, Run]:

@@ -10,6 +10,7 @@ differ in `--skip_scaling` alone. Interrupted, the same command goes on.
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main():
     arguments = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended with it
     folder = arguments.folder.resolve()
     steps = arguments.steps
     try:
@@ -103,9 +105,9 @@ def train(folder: Path, method: str, label: str, steps: int):
         return
     is_same_run = _settings_of(folder).items() >= settings.items() and any(folder.glob("checkpoint-*"))
     if folder.exists() and not is_same_run:
-        if any(folder.iterdir()) and not _settings_of(folder):
-            sys.exit(f"demo: {folder} holds something else: give another --folder")
-        shutil.rmtree(folder)  # of other settings, or ended before its first checkpoint
+        if any(folder.iterdir()) and not _ended_before_its_first_checkpoint(folder):
+            sys.exit(f"demo: {folder} holds something else: give another --folder, or delete it")
+        shutil.rmtree(folder)
     config = folder.parent / "model.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     UViTModel(**MODEL, num_class_embeds=len(SHAPE_CLASSES) + 1).to_json_file(config)
@@ -130,8 +132,9 @@ def call(module: str, *words: Any):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()  # the interrupt reached it, too, and it saves what it has
+    except BaseException:
+        process.terminate()  # and it saves what it has
+        process.wait()
         raise
     if code == 128 + 2:
         raise KeyboardInterrupt
@@ -141,6 +144,11 @@ def call(module: str, *words: Any):
 
 def say(what: str):
     print(what, flush=True)
+
+
+def _ended_before_its_first_checkpoint(folder: Path) -> bool:
+    saved = [*folder.glob("checkpoint-*"), *folder.glob("model_index.json")]
+    return bool(_settings_of(folder)) and not saved
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:

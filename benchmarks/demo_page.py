@@ -63,6 +63,7 @@ svg text { fill: var(--soft); font-size: 12px; } .axis { stroke: var(--line); }
 def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) -> str:
     losses = [_curve(run, "validation_loss") for run in runs]
     norms = [_curve(run, "grad_norm") for run in runs]
+    kappa = runs[1].skips.config.kappa
     sections = [
         _section("What was measured", _results(runs)),
         _section("Validation loss", _key(runs), _chart("Validation loss over training steps", runs, losses)),
@@ -81,8 +82,8 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) 
             f"<title>ScaleLong demo</title><style>{_STYLE}</style></head><body><main>",
             "<h1>The same U-ViT, trained with and without scaled skips</h1>",
             "<p>A small, deep model learns to draw coloured shapes. Both runs see the same images, noise and steps; "
-            "all that differs is whether the i-th long skip is multiplied by 0.9^(i-1). It is one seed at one rate, "
-            "and at another rate the difference can be another.</p>",
+            f"all that differs is whether the i-th long skip is multiplied by {kappa:g}^(i-1). It is one seed at one "
+            "rate, and at another rate the difference can be another.</p>",
             *sections,
             "</main></body></html>\n",
         ]
@@ -110,8 +111,8 @@ def _curve(run: Run, name: str) -> Curve:
 
 def _results(runs: list[Run]) -> str:
     rows = {
-        "validation loss at the end, averaged weights": lambda run: f"{_curve(run, 'validation_loss')[-1][1]:.4f}",
-        "the same, raw weights": lambda run: f"{_curve(run, 'validation_loss_raw')[-1][1]:.4f}",
+        "validation loss at the end, averaged weights": lambda run: _final(run, "validation_loss"),
+        "the same, raw weights": lambda run: _final(run, "validation_loss_raw"),
         "gradient norm, mean of the second half": lambda run: f"{statistics.mean(_second_half(run)):.3f}",
         "gradient norm, largest of the second half": lambda run: f"{max(_second_half(run)):.3f}",
         "images of the right colour": lambda run: _right(run, slice(0, 1)),
@@ -128,6 +129,11 @@ def _results(runs: list[Run]) -> str:
 
 
 _SPEED = "images_per_second"
+
+
+def _final(run: Run, name: str) -> str:
+    value = [line[name] for line in run.metrics if name in line][-1]
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _second_half(run: Run) -> list[float]:

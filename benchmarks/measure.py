@@ -72,5 +72,7 @@ def machine() -> dict[str, str | int]:
 
 
 def _processor() -> str:
+    if not os.path.exists("/proc/cpuinfo"):
+        return platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as lines:
         return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")

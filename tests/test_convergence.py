@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_a_target_is_reached_by_three_evaluations_in_a_row(benchmark, results):
 
 def test_the_best_rate_is_known_when_all_are_done_and_is_none_that_diverged(benchmark, results):
     runs = benchmark("convergence_runs")
-    entries = [({"learning_rate": rate}, [1.0, 1.0, 1.0 + rate]) for rate in runs.RATES]
+    entries = [({"learning_rate": rate}, [1.0, 0.5, 0.5 + rate]) for rate in runs.RATES]
     assert results(entries[:-1]).best_rate("none") is None
     assert results(entries).best_rate("none") == runs.RATES[0]
     diverged = [(entries[0][0], [0.1, 0.1, 0.1], None, "the loss is not finite"), *entries[1:]]
@@ -97,6 +98,75 @@ def test_where_the_plain_model_diverges_nobody_is_fast(benchmark, results):
     assert "| none |  |  |  |  | diverges |" in report.tables(found)
 
 
+def test_a_plain_model_that_falls_apart_is_nobodys_target(benchmark, results):
+    """Its loss is finite, and easily got below."""
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    rate = {"learning_rate": 4e-3}
+    fallen = (rate, [0.5, 0.2, 1.0, 1.0, 1.0])
+    found = results([fallen, ({**rate, "method": "cs 0.9"}, [0.5, 0.4, 0.3, 0.3, 0.3])])
+    assert found.diverged(runs.Run("none", 4e-3))
+    assert "| cs 0.9 |  |  |  |  | 0.3000 (plain diverges) |" in report.tables(found)
+
+
+def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    fallen, calm, fast = [0.5, 0.2, 1.0, 1.0, 1.0], [0.5, 0.4, 0.3, 0.3, 0.3], [0.25] * 5
+    entries = [
+        ({"method": method, "learning_rate": rate}, calm if rate == runs.RATES[0] else fallen)
+        for method in ("none", "cs 0.9")
+        for rate in runs.RATES
+    ]
+    seeds = [("none", 1, fallen), ("none", 2, calm), ("cs 0.9", 1, calm), ("cs 0.9", 2, fast)]
+    entries += [({"method": m, "learning_rate": runs.RATES[0], "seed": seed}, curve) for m, seed, curve in seeds]
+    plain, cs = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
+    assert plain[3] == "0.3000 (0.3000 to diverges)"
+    assert cs[4] == "not reached (not reached to 40.00); plain diverges for 1 of 3 seeds"
+
+
+def test_two_seeds_have_no_better_one_in_the_middle(benchmark, results):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    entries = [({"learning_rate": rate}, [0.9, 0.4, 0.4, 0.4]) for rate in runs.RATES]
+    entries.append(({"learning_rate": runs.RATES[0], "seed": 1}, [0.9, 0.2, 0.2, 0.2]))
+    (plain,) = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
+    assert plain[2:4] == ["2", "0.3000 (0.2000 to 0.4000)"]
+
+
+def test_a_line_that_was_cut_off_is_written_anew(benchmark, results):
+    runs = benchmark("convergence_runs")
+    file = results([({}, [1.0, 0.5])]).file
+    whole = file.read_text()
+    file.write_text(whole + whole[:40])
+    found = runs.Results(file)
+    assert list(found.lines) == [runs.Run("none", 1e-3)]
+    found.add(runs.Run("cs 0.9", 1e-3), {"stopped": None, "evaluations": []})
+    assert file.read_text().startswith(whole)
+    assert list(runs.Results(file).lines) == [runs.Run("none", 1e-3), runs.Run("cs 0.9", 1e-3)]
+
+
+def test_only_one_process_adds_lines(benchmark, results):
+    found = results([])
+    again = benchmark("convergence_runs").Results(found.file)
+    with found.locked(), pytest.raises(SystemExit, match="another process adds its runs to"), again.locked():
+        pass
+    with again.locked():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--quick", "--data", "/no/such/folder"], "there is no folder /no/such/folder: apt-get install dataset-fash"),
+    ],
+)
+def test_what_can_not_be_is_said_at_once(project_root, tmp_path, words, sentence):
+    command = [sys.executable, str(project_root / "benchmarks" / "convergence.py"), "--folder", str(tmp_path), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results, tmp_path):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     curve = [1.0 / (k + 1) for k in range(40)]
@@ -105,7 +175,7 @@ def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results,
     for name in ("light", "dark"):
         svg = (tmp_path / f"convergence-{name}.svg").read_text()
         assert svg.count("<polyline") == 2
-        assert ">cs 0.9</text>" in svg
+        assert ">cs 0.9, 1 seed</text>" in svg
         assert not re.search(r"(href|src|url)", svg)
 
 
@@ -139,11 +209,14 @@ def team(benchmark, tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_that_are_interrupted_go_on_and_finished_ones_are_not_done_again(benchmark, team, monkeypatch, tmp_path):
+@pytest.mark.parametrize("of_cs", [None, "both"])
+def test_runs_that_are_interrupted_go_on_and_finished_ones_are_not_done_again(
+    benchmark, team, monkeypatch, tmp_path, of_cs
+):
     convergence, runs = benchmark("convergence"), benchmark("convergence_runs")
     monkeypatch.setitem(runs.TRAINING, "validation_steps", 4)
     monkeypatch.setitem(runs.TRAINING, "logging_steps", 4)
-    run = runs.Run("cs 0.9", 1e-3, model="uvit-12", batch_size=4, steps=24)
+    run = runs.Run("cs 0.9", 1e-3, model="uvit-12", batch_size=4, steps=24, of_cs=of_cs)
     log = tmp_path / "runs" / run.name / "metrics.jsonl"
     wait = convergence.time.sleep
 

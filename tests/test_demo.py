@@ -99,6 +99,18 @@ def test_what_is_not_a_run_is_not_removed(monkeypatch, tmp_path):
     assert (tmp_path / "none" / "thesis.txt").read_text() == "years"
 
 
+def test_a_run_of_other_settings_is_not_removed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+
+    folder = tmp_path / "cs"
+    (folder / "checkpoint-20000").mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps({**demo.TRAINING, "max_train_steps": 20000}))
+    with pytest.raises(SystemExit, match="holds something else: give another --folder, or delete it"):
+        demo.train(folder, "cs", "with CS", 3000)
+    assert (folder / "checkpoint-20000").is_dir()
+
+
 def test_an_interrupted_demo_goes_on_with_each_step_once(demo):
     for method in ("none", "cs"):
         lines = [json.loads(line) for line in (demo / method / "metrics.jsonl").read_text().splitlines()]
@@ -119,6 +131,10 @@ def test_pictures_are_there_and_say_what_they_show(opened):
     assert len(pictures) == 60
     assert all(width == 16 for width, _ in pictures)
     assert all(alt.startswith("asked for ") and ", shows " in alt for _, alt in pictures)
+    wrong = [alt for _, alt in pictures if len(set(alt.removeprefix("asked for ").split(", shows "))) == 2]
+    framed = page.evaluate("[...document.querySelectorAll('img.wrong')].map(image => image.alt)")
+    assert framed == wrong
+    assert wrong
     # Each stands in the column of the colour and the row of the shape that it was asked for.
     asked = page.evaluate(
         "[...document.querySelectorAll('.images')].map(table => {"
@@ -141,6 +157,7 @@ def test_it_fits_a_phone(opened):
     wide = page.evaluate(
         "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.tabIndex)"
     )
+    assert wide
     assert all(index == 0 for index in wide)
 
 
