@@ -15,7 +15,7 @@ install: .venv/installed
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
-# Two trainings and a page that compares them, in ten minutes; QUICK=1 takes two.
+# Two trainings and a page that compares them, in some seven minutes; QUICK=1 takes one.
 demo: install
 	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
 

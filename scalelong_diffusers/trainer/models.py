@@ -19,7 +19,7 @@ from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.trainer.latents import check_autoencoder
 
 
-# Where a model is named by nothing else. They are small: a few million parameters.
+# Where a model is named by nothing else. They are small: some ten million parameters.
 _SMALL_UVIT = {"hidden_size": 256, "num_layers": 12, "num_attention_heads": 4}
 _SMALL_UNET = {
     "block_out_channels": (64, 128, 128),
