@@ -79,7 +79,6 @@ _OF_DATA_SETS = (
 def _evaluate(arguments: argparse.Namespace) -> int:
     try:
         # They bring in transformers and datasets, which the other commands do without.
-
         from scalelong_diffusers.evaluation.packages import MissingPackage
         from scalelong_diffusers.evaluation.run import report
         from scalelong_diffusers.processes import processes
@@ -104,9 +103,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scalelong_diffusers.evaluation.metrics import parse_metrics
     from scalelong_diffusers.evaluation.run import Evaluation, evaluate_folder, evaluate_pipeline
 
-    metrics = tuple(name.strip() for name in arguments.metric.split(",") if name.strip())
     if arguments.n is not None and arguments.n < 2:
         raise ValueError(f"--n must be at least 2, got {arguments.n}")
     if arguments.batch_size < 1:
@@ -115,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         reference=arguments.reference,
         data={name: value for name in _OF_DATA_SETS if (value := getattr(arguments, name)) is not None},
         features=arguments.features,
-        metrics=metrics,
+        metrics=parse_metrics(arguments.metric),
         n=arguments.n,
         batch_size=arguments.batch_size,
         cache_dir=arguments.cache_dir,

@@ -41,7 +41,7 @@ def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r}")
+        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r:.60}")
     return content
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from scalelong_diffusers.files import write_json
 from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
@@ -69,15 +70,8 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
 
     The processes of `accelerate launch` or torchrun make a share each.
     """
-    for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     team = processes()
-    conditions = _conditions(pipe, settings)
-    if settings.scheduler is not None:
-        pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
-    told = {**dataclasses.asdict(settings), **_checksums(pipe)}
-    has_images = _check_settings(folder, told)
+    conditions, told, has_images = check_sampling(pipe, settings, folder, n, batch_size)
     missing = [k for k in range(n) if not image_file(folder, k).is_file()]
     # What is refused is refused by all, and what is missing known to all, before the folder changes.
     team.wait_for_everyone()
@@ -91,6 +85,24 @@ def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: P
         shown = [PIL.Image.open(image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
         save_image(grid(shown, columns), folder / GRID_FILE)
     return len(missing)
+
+
+def check_sampling(
+    pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int
+) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """
+    Refuse what can not be made, or not in that folder, and give the pipeline its scheduler.
+
+    Returns what is to be drawn, all that the images depend on, and whether some of them are there.
+    """
+    for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    conditions = _conditions(pipe, settings)
+    if settings.scheduler is not None:
+        pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
+    told = {**dataclasses.asdict(settings), **_checksums(pipe)}
+    return conditions, told, _check_settings(folder, told)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -209,11 +221,10 @@ def _note_settings(folder: Path, settings: dict[str, Any]):
     write_json(folder / SETTINGS_FILE, settings)
 
 
-def write_json(file: Path, content: dict[str, Any]):
-    """Written aside and renamed, so that a file with that name is always whole."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(part, file)
+def noted_settings(folder: Path) -> dict[str, Any] | None:
+    """What the images of a folder were made with; None where `scalelong sample` did not make them."""
+    noted = read_json(folder, SETTINGS_FILE)
+    return noted if noted is not None and SampleSettings.__dataclass_fields__.keys() <= noted.keys() else None
 
 
 def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):
@@ -258,7 +269,7 @@ def image_file(folder: Path, k: int) -> Path:
 
 
 def save_image(image: PIL.Image.Image, file: Path):
-    """Written aside and renamed, so that a file with that name is always whole."""
+    """Written aside and renamed, so that a file with that name is whole; not synced, since there may be many."""
     part = file.with_suffix(".part")
     image.save(part, format="PNG")
     os.replace(part, file)

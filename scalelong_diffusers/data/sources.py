@@ -55,12 +55,12 @@ def share_out(source: Source, validation: Source | None, settings: DataSettings)
     """A share of the images is held out where there are no others for validation. The run's seed has no part in it."""
     if settings.streaming:
         return _share_out_groups(source, validation, settings)
-    order = _fixed_order(len(source))
+    order = fixed_order(len(source))
     if validation is None:
         count = _validation_count(len(source), settings)
         held_out, order = order[:count], order[count:]
     else:
-        held_out = _fixed_order(len(validation))[: settings.validation_size]
+        held_out = fixed_order(len(validation))[: settings.validation_size]
     return Shares(np.sort(order[: settings.max_train_samples]), np.sort(held_out))
 
 
@@ -86,5 +86,6 @@ def _validation_count(count: int, settings: DataSettings) -> int:
     return min(settings.validation_size, max(1, count // 10))
 
 
-def _fixed_order(count: int) -> np.ndarray:
+def fixed_order(count: int) -> np.ndarray:
+    """A random one, so that the first of a set that is sorted may stand for all."""
     return np.random.default_rng(0).permutation(count)

@@ -10,14 +10,13 @@ from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
 from scalelong_diffusers.data.features import FeatureRows, Features
-from scalelong_diffusers.data.images import BadImage, Transform, is_grey
+from scalelong_diffusers.data.images import BadImage, Transform, is_grey, some_of
 from scalelong_diffusers.data.orders import Groups
 from scalelong_diffusers.data.sources import Shares, Source, open_sources, share_out
 from scalelong_diffusers.data.streams import ImageRows, Rows, ShardStream, Stream
 
 
 CHANNELS = (1, 3, 4)
-_LOOKED_AT = 16  # images, to tell grey ones from coloured ones
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _read_all(validation: Stream):
 
 def _look_at_some(source: Source, indices: np.ndarray, skip_bad: bool) -> list[tuple[int, Image.Image]]:
     """Some images from all over the set, with their numbers; any that can be read where those can not."""
-    some = indices[np.linspace(0, len(indices) - 1, min(_LOOKED_AT, len(indices))).astype(int)]
+    some = indices[some_of(len(indices))]
     images = []
     for tried, index in enumerate(itertools.chain(some, indices)):
         if tried >= len(some) and images:

@@ -47,9 +47,11 @@ def reference_statistics(
         "crop_size": transform.crop_size,
         "interpolation": transform.interpolation,
     }
-    share = reference.batches(batch_size, team.num_processes, team.process_index)
+    unreadable: set[str] = set()
+    share = reference.batches(batch_size, team.num_processes, team.process_index, unreadable)
     share = with_progress(share, len(reference), batch_size, "features of the reference")
     statistics = feature_statistics(share, features, about)
+    statistics.about["unreadable"] = len(set(gather_object(list(unreadable))))
     if team.is_local_main_process:
         statistics.save(file)
     team.wait_for_everyone()
@@ -86,10 +88,20 @@ def evaluate_images(
     check_features(reference, features)
     statistics = feature_statistics(images, features)
     figures = distances(metrics, reference, statistics, seed)
-    warnings = too_small(metrics, statistics.n, features.num_features)
-    if reference.n is not None and reference.n < statistics.n:
-        warnings += too_small(metrics, reference.n, features.num_features, "reference images")
-    return {**figures, "n": statistics.n, "warnings": warnings}
+    return {**figures, "n": statistics.n, "warnings": warnings_of(metrics, statistics.n, reference)}
+
+
+def warnings_of(metrics: Sequence[str], n: int, reference: FeatureStatistics) -> list[str]:
+    """What is to be said of the figures of n images."""
+    warnings = too_small(metrics, n, reference.num_features)
+    if reference.n is not None and reference.n < n:
+        warnings += too_small(metrics, reference.n, reference.num_features, "reference images")
+    if unreadable := reference.about.get("unreadable"):
+        warnings.append(
+            f"{unreadable:,} of the {reference.n:,} reference images can not be used: others stand in their place, "
+            "and count twice"
+        )
+    return warnings
 
 
 def check_features(reference: FeatureStatistics, features: FeatureExtractor):
@@ -99,4 +111,14 @@ def check_features(reference: FeatureStatistics, features: FeatureExtractor):
             f"the statistics of the reference are of the features {reference.features!r} "
             f"({reference.features_fingerprint}, {reference.num_features:,} of them), and those asked for are "
             f"{features.name!r} ({features.fingerprint}, {features.num_features:,} of them)"
+        )
+
+
+def check_size(reference: FeatureStatistics, file: str, width: int, height: int):
+    """Refuse statistics of images of another size."""
+    resolution = reference.about.get("resolution")
+    if resolution is not None and (width, height) != (resolution, resolution):
+        raise ValueError(
+            f"{file} has statistics of images of {resolution} x {resolution} pixels, and the images that are judged "
+            f"have {width} x {height}"
         )

@@ -4,13 +4,14 @@ import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from scalelong_diffusers.evaluation.packages import MissingPackage, torchmetrics_needed
-from scalelong_diffusers.hub import read_json
+from scalelong_diffusers.hub import damage_as_sentence, read_json
 
 
 INCEPTION = "inception"
@@ -56,12 +57,13 @@ class InceptionFeatures:
                 "features of Inception need the package torch-fidelity: pip install torch-fidelity; or take "
                 "a vision model of transformers as the features, whose figures compare with one another alone"
             ) from error
-        except OSError as error:
-            folder = Path(torch.hub.get_dir(), "checkpoints")
+        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+            # A file that is there is not downloaded again, and torch has many ways of saying that it is damaged.
+            file = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_WEIGHTS)
+            wrong = f"in {file} are damaged" if file.is_file() else f"can not be downloaded ({error})"
             raise OSError(
-                f"the weights of Inception can not be downloaded ({error}): put {INCEPTION_WEIGHTS} of "
-                f"torch-fidelity's release v0.2.0 into {folder}, or take a vision model of transformers as the "
-                "features"
+                f"the weights of Inception {wrong}: put {INCEPTION_WEIGHTS} of torch-fidelity's release v0.2.0 into "
+                f"{file.parent}, or take a vision model of transformers as the features"
             ) from error
         self._network = network.to(device)
         self._device = device
@@ -80,7 +82,8 @@ class TransformersFeatures:
     def __init__(self, source: str, device: torch.device | str = "cpu", revision: str | None = None):
         # The processor in Pillow and numpy: the one in torchvision scales differently, and is not everywhere.
         self._processor = _load_processor(source, revision)
-        self._model, missing = _load_vision_model(source, revision)
+        with damage_as_sentence(source):
+            self._model, missing = _load_vision_model(source, revision)
         self._model.to(device).eval().requires_grad_(False)
         self._mean_of_tokens = bool(missing)
         self.name = Path(source).resolve().name if os.path.isdir(source) else source

@@ -8,18 +8,20 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong_diffusers.data.images import BadImage, read_image, with_channels
-from scalelong_diffusers.sampling import GRID_FILE, SETTINGS_FILE, image_file
+from scalelong_diffusers.data.images import BadImage, read_image, some_of, with_channels
+from scalelong_diffusers.data.sources import fixed_order
+from scalelong_diffusers.sampling import GRID_FILE, image_file, noted_settings
 
 
 class ImageFiles:
-    """Images of one size, by their files. The first tells the size, and whether they are grey."""
+    """Images of one size, by their files. The first tells the size, and some of them whether all are grey."""
 
     def __init__(self, files: list[Path]):
         self.files = files
-        first = _read(files[0])
-        self.width, self.height = first.size
-        self.channels = 1 if first.mode in ("1", "L") else 3
+        self.width, self.height = _read(files[0]).size
+        # By how they are stored: the black images of a model that diverged are coloured ones.
+        is_grey = all(_read(files[k]).mode in ("1", "L") for k in some_of(len(files)))
+        self.channels = 1 if is_grey else 3
 
     @classmethod
     def sampled(cls, folder: Path, n: int) -> "ImageFiles":
@@ -28,12 +30,16 @@ class ImageFiles:
 
     @classmethod
     def of_folder(cls, folder: str | os.PathLike, n: int | None) -> "ImageFiles":
-        """The first n by their names, or all; of the folder of `scalelong sample` without the grid of them."""
+        """
+        Those that are not hidden, or n of them: of the folder of `scalelong sample` the first, without their grid; of
+        another, which may be sorted by classes, in a fixed random order.
+        """
         folder = Path(folder)
-        extensions = Image.registered_extensions()
-        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in extensions and path.is_file())
-        if (folder / SETTINGS_FILE).is_file():
+        files = sorted(path for path in folder.rglob("*") if _is_image(path.relative_to(folder)) and path.is_file())
+        if noted_settings(folder) is not None:
             files = [path for path in files if path != folder / GRID_FILE]
+        else:
+            files = [files[k] for k in fixed_order(len(files))]
         if not files:
             raise ValueError(f"{folder} is neither a pipeline (it has no model_index.json) nor a folder of images")
         if n is not None and n > len(files):
@@ -56,6 +62,12 @@ class ImageFiles:
                 f"{self.height}: images of one size are needed"
             )
         return torch.from_numpy(np.array(with_channels(image, 3))).permute(2, 0, 1)
+
+
+def _is_image(path: Path) -> bool:
+    """By its name, below the folder of images; data sets leave out what is hidden, too."""
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and path.suffix.lower() in Image.registered_extensions()
 
 
 def _read(file: Path) -> Image.Image:

@@ -16,6 +16,13 @@ FID_NEEDS = 10_000
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1_000
 
 
+def parse_metrics(names: str) -> tuple[str, ...]:
+    """As a flag gives them: `"fid, kid"`."""
+    metrics = tuple(name.strip() for name in names.split(",") if name.strip())
+    check_metrics(metrics)
+    return metrics
+
+
 def check_metrics(metrics: Sequence[str]):
     """Refuse unknown ones, and those that lack a package, before hours of work are done for them."""
     if not metrics:

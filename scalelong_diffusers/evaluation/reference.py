@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from huggingface_hub import constants
 
 from scalelong_diffusers.data import DataSettings
-from scalelong_diffusers.data.images import Transform, is_grey
-from scalelong_diffusers.data.sources import Source, open_sources
+from scalelong_diffusers.data.images import Transform, is_grey, some_of
+from scalelong_diffusers.data.sources import Source, fixed_order, open_sources
 from scalelong_diffusers.data.streams import ImageRows, Stream
 from scalelong_diffusers.evaluation.features import FeatureExtractor
 from scalelong_diffusers.evaluation.statistics import SUFFIXES
@@ -46,16 +45,21 @@ class Reference:
     def description(self) -> str:
         return self.source.description
 
-    def batches(self, batch_size: int, num_processes: int = 1, rank: int = 0) -> Iterator[torch.Tensor]:
+    def batches(
+        self, batch_size: int, num_processes: int = 1, rank: int = 0, unreadable: set[str] | None = None
+    ) -> Iterator[torch.Tensor]:
         """
         (batch, 3, height, width), uint8: every `num_processes`-th batch, from that of the rank on.
 
-        They come in a fixed random order, so that the first ones may stand for all.
+        They come in a fixed random order, so that the first ones may stand for all. The names of those that others
+        took the place of, where bad images are skipped, are added to `unreadable`.
         """
-        order = np.random.default_rng(0).permutation(len(self.source))
+        order = fixed_order(len(self.source))
         rows = ImageRows(self.source, self.transform, needs_labels=False, needs_captions=False)
         stream = Stream("reference", rows, order, seed=0, endless=False, skip_bad=self.skip_bad)
         for batch in stream.batches(batch_size, num_processes=num_processes, rank=rank, num_workers=self.num_workers):
+            if unreadable is not None:
+                unreadable.update(batch.unreadable)
             pixels = batch["pixel_values"].add(1).mul(127.5).round().to(torch.uint8)
             yield pixels.expand(-1, 3, -1, -1)  # grey is the same in all three
 
@@ -135,6 +139,6 @@ def _open(reference: str, settings: DataSettings, needs_captions: bool) -> tuple
 
 
 def _refuse_colour(source: Source):
-    for index in np.linspace(0, len(source) - 1, min(16, len(source))).astype(int).tolist():
+    for index in some_of(len(source)).tolist():
         if not is_grey(source.image(index)):
             raise ValueError(f"the images that are judged are grey, and {source.name(index)} of the reference is not")

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from scalelong_diffusers.data.sources import fixed_order
 from scalelong_diffusers.evaluation.evaluate import (
     check_features,
+    check_size,
     evaluate_images,
     reference_statistics,
     with_progress,
@@ -29,11 +31,18 @@ from scalelong_diffusers.evaluation.reference import (
     open_reference,
 )
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.files import write_json
 from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.pipelines import ScaleLongTextToImagePipeline, load_pipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
 from scalelong_diffusers.processes import processes
-from scalelong_diffusers.sampling import SETTINGS_FILE, SampleSettings, choose_device, sample_to_folder, write_json
+from scalelong_diffusers.sampling import (
+    SampleSettings,
+    check_sampling,
+    choose_device,
+    noted_settings,
+    sample_to_folder,
+)
 
 
 RESULT_FILE = "evaluation.json"
@@ -91,7 +100,7 @@ class Evaluation:
     def open_reference(self, width: int, height: int, channels: int, needs_captions: bool = False) -> Reference | None:
         """The data set, brought to the size of the images; None where the reference is a file of statistics."""
         if is_statistics(self.reference):
-            _check_size(self.statistics_of_file, self.reference, width, height)
+            check_size(self.statistics_of_file, self.reference, width, height)
             return None
         if width != height:
             raise ValueError(
@@ -135,7 +144,10 @@ class Evaluation:
             "versions": _versions(),
         }
         if team.is_main_process:
-            write_json(folder / RESULT_FILE, result)
+            try:
+                write_json(folder / RESULT_FILE, result)
+            except OSError as error:  # hours of work are in the figures, which can still be printed
+                result["warnings"].append(f"the result could not be written: {error}")
         return result
 
 
@@ -143,7 +155,7 @@ def evaluate_folder(evaluation: Evaluation, folder: str) -> dict[str, Any]:
     """Of images that are there; where `scalelong sample` made them, what it noted is told."""
     images = ImageFiles.of_folder(folder, evaluation.n)
     reference = evaluation.open_reference(images.width, images.height, images.channels)
-    about = _about_samples(read_json(folder, SETTINGS_FILE))
+    about = _about_samples(noted_settings(Path(folder)))
     return evaluation.measure(images, evaluation.statistics(reference), about, Path(folder))
 
 
@@ -165,8 +177,10 @@ def evaluate_pipeline(
         sampling["prompt"] = _captions(reference, n, model)
     elif prompts is not None:
         sampling["prompt"] = _lines(prompts)
+    settings = SampleSettings(model, **sampling)
+    check_sampling(pipe, settings, out, n, evaluation.batch_size)  # the statistics may take hours
     statistics = evaluation.statistics(reference)
-    sample_to_folder(pipe, SampleSettings(model, **sampling), out, n, evaluation.batch_size)
+    sample_to_folder(pipe, settings, out, n, evaluation.batch_size)
     about = {
         "model": model,
         "revision": settings.revision,
@@ -195,10 +209,13 @@ def _channels(pipe: SamplingPipeline) -> int:
 
 
 def _captions(reference: Reference | None, n: int, model: str) -> list[str]:
-    """One of each image; where there are fewer than n, they are taken in turn."""
+    """
+    One of each image, in a fixed random order, since they may be sorted by what they show; where there are fewer than
+    n, they are taken in turn.
+    """
     if reference is None:
         raise ValueError(f"{model} is a model of text, and a file of statistics has no captions: give --prompts FILE")
-    return [reference.source.captions(k)[0] for k in range(min(n, len(reference)))]
+    return [reference.source.captions(k)[0] for k in fixed_order(len(reference))[:n].tolist()]
 
 
 def _lines(file: Path) -> list[str]:
@@ -220,18 +237,10 @@ def _ema(model: str) -> bool | None:
     return settings and settings.get("use_ema")
 
 
-def _check_size(statistics: FeatureStatistics, file: str, width: int, height: int):
-    resolution = statistics.about.get("resolution")
-    if resolution is not None and (width, height) != (resolution, resolution):
-        raise ValueError(
-            f"{file} has statistics of images of {resolution} x {resolution} pixels, and the images that are judged "
-            f"have {width} x {height}"
-        )
-
-
 def _about_reference(statistics: FeatureStatistics, reference: str, file: Path) -> dict[str, Any]:
     about = {"split": None, "crop_size": None, "interpolation": None, **statistics.about}
-    about.pop("resolution", None)
+    for name in ("resolution", "unreadable"):  # the result has that of the images, and a warning
+        about.pop(name, None)
     description = about.pop("reference", None) or file.name
     return {
         "reference": reference,
@@ -253,7 +262,7 @@ def _versions() -> dict[str, str]:
 
 
 def report(result: dict[str, Any], as_json: bool) -> str:
-    """The result as JSON or as a line, before which stand the warnings, each a line of its own."""
+    """The result as JSON, which has its warnings, or as a line without them."""
     if as_json:
         return json.dumps(result)
     figures = [f"{name.upper()} {_figure(result, name)}" for name in ("fid", "kid") if name in result]

@@ -13,12 +13,14 @@ from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.data.images import with_channels
 from scalelong_diffusers.evaluation.evaluate import (
     check_features,
+    check_size,
     evaluate_images,
     reference_statistics,
+    warnings_of,
     with_progress,
 )
 from scalelong_diffusers.evaluation.features import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.metrics import check_kept, check_metrics, too_small
+from scalelong_diffusers.evaluation.metrics import check_kept, parse_metrics
 from scalelong_diffusers.evaluation.packages import MissingPackage
 from scalelong_diffusers.evaluation.reference import (
     Reference,
@@ -53,18 +55,14 @@ class SampleEvaluation:
         if not args.eval_steps:
             return None
         try:
-            metrics = tuple(args.eval_metric.split(","))
-            check_metrics(metrics)
+            metrics = parse_metrics(args.eval_metric)
             features = load_features(args.eval_features, accelerator.device)
         except MissingPackage as error:
             raise ValueError(str(error)) from error
         reference = _reference_statistics(args, data, features)
         check_features(reference, features)
         check_kept(metrics, reference)
-        warnings = too_small(metrics, args.num_eval_images, features.num_features)
-        if reference.n is not None and reference.n < args.num_eval_images:
-            warnings += too_small(metrics, reference.n, features.num_features, "reference images")
-        for warning in warnings:
+        for warning in warnings_of(metrics, args.num_eval_images, reference):
             accelerator.print(f"warning: --eval_steps: {warning}")
         return cls(reference, features, metrics, args.num_eval_images, args.train_batch_size, args.seed)
 
@@ -91,7 +89,9 @@ def _reference_statistics(
     if args.eval_reference is None:
         reference = _training_images(args, data)
     elif is_statistics(args.eval_reference):
-        return FeatureStatistics.load(args.eval_reference)
+        statistics = FeatureStatistics.load(args.eval_reference)
+        check_size(statistics, args.eval_reference, args.resolution, args.resolution)
+        return statistics
     else:
         check_reference(args.eval_reference)
         # Cut and scaled as the training images are.

@@ -37,7 +37,7 @@ def pictures(tmp_path):
 
     def make(n, folder="pictures", size=(8, 8), seed=0, mode="RGB", low=0):
         random = np.random.default_rng(seed)
-        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         for k in range(n):
             shape = (size[1], size[0], 3) if mode == "RGB" else size[::-1]
             Image.fromarray(random.integers(low, 256, shape, np.uint8)).save(tmp_path / folder / f"{k:03d}.png")

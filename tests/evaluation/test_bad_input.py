@@ -135,8 +135,31 @@ class TestImages:
         assert "001.png can not be read: it is no image that Pillow knows" in line
         assert "skip" not in line, "of what is judged nothing is passed over"
 
+    def test_a_sample_json_of_something_else_that_is_long(self, refused, pictures):
+        folder = pictures(3)
+        (folder / "sample.json").write_text(json.dumps(["a caption"] * 1000))
+        line = refused(folder, "--num_shapes", 20)
+        assert "sample.json is not the config of a model or pipeline: it holds ['a caption'" in line
+        assert len(line) < 500
+
     def test_flags_of_sampling_for_a_folder(self, refused, pictures):
         assert "--steps is for images that are to be made, and " in refused(pictures(3), steps=3)
+
+    @pytest.mark.parametrize(
+        ("flags", "sentence"),
+        [
+            (["--scheduler", "ddmi"], "unknown scheduler 'ddmi' (did you mean 'ddpm'?); accepted: "),
+            (["--class", "nosuch"], "--class is for models of classes, and "),
+            (["--steps", 0], "steps must be at least 1, got 0"),
+            ([], "has images, but no sample.json that says how they were made"),
+        ],
+    )
+    def test_what_can_not_be_made_is_said_before_the_reference_is_read(
+        self, refused, pipeline, pictures, flags, sentence, tmp_path
+    ):
+        out = tmp_path / "out" if flags else pictures(3)
+        assert sentence in refused(pipeline, *flags, "--num_shapes", 20, n=2, out=out)
+        assert not (tmp_path / "cache" / "statistics").exists()
 
     def test_a_model_that_is_not_there(self, refused):
         assert "nobody/nothing is no local folder, and the Hub can not be reached" in refused("nobody/nothing")

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from scalelong_diffusers.evaluation import load_features
+from scalelong_diffusers.evaluation.features import INCEPTION_WEIGHTS
 
 
 @pytest.fixture
@@ -103,6 +104,44 @@ class TestRefused:
         ViTImageProcessorPil().save_pretrained(tmp_path / "less")
         with pytest.raises(ValueError, match=r"less lacks weights of its ViTModel, such as .*layernorm_after"):
             load_features(str(tmp_path / "less"))
+
+    def test_damaged_weights(self, make_network, tmp_path):
+        file = make_network(tmp_path / "cut") / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-9])
+        with pytest.raises(OSError, match=r"the weights in .*cut are damaged, or were not downloaded to their end"):
+            load_features(str(tmp_path / "cut"))
+
+    def test_weights_of_another_config(self, make_network, tmp_path):
+        config = make_network(tmp_path / "wide") / "config.json"
+        config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+        with pytest.raises(ValueError, match=r"wide has a component whose weights do not fit its config.json"):
+            load_features(str(tmp_path / "wide"))
+
+    @pytest.mark.parametrize("damage", ["cut", "text", "empty", "other weights"])
+    def test_damaged_weights_of_inception(self, damage, monkeypatch, tmp_path):
+        def network(*arguments, **options):
+            """Loads its weights as torch-fidelity does."""
+            weights = torch.hub.load_state_dict_from_url(f"https://host/{INCEPTION_WEIGHTS}")
+            torch.nn.Linear(2, 2).load_state_dict(weights)
+
+        monkeypatch.setattr("torchmetrics.image.fid.FrechetInceptionDistance", network)
+        monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+        file = tmp_path / "hub" / "checkpoints" / INCEPTION_WEIGHTS
+        file.parent.mkdir(parents=True)
+        torch.save({"some": torch.zeros(2)}, file)
+        if damage != "other weights":
+            file.write_bytes({"cut": file.read_bytes()[:-300], "text": b"no weights", "empty": b""}[damage])
+        with pytest.raises(OSError, match=f"the weights of Inception in .*{INCEPTION_WEIGHTS} are damaged: put "):
+            load_features("inception")
+
+    def test_weights_of_inception_that_are_not_there(self, monkeypatch, tmp_path):
+        def network(*arguments, **options):
+            raise OSError("no network")
+
+        monkeypatch.setattr("torchmetrics.image.fid.FrechetInceptionDistance", network)
+        monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+        with pytest.raises(OSError, match=r"the weights of Inception can not be downloaded \(no network\): put "):
+            load_features("inception")
 
     def test_a_revision_of_inception(self):
         with pytest.raises(ValueError, match="a revision is of a model on the Hub"):

@@ -42,6 +42,13 @@ def write(path, **changes):
     save_file(tensors, path, {"scalelong": json.dumps(told)})
 
 
+def spoil(path):
+    """In the middle of what is compressed, which zlib does not get over."""
+    content = bytearray(path.read_bytes())
+    content[80:100] = b"\xff" * 20
+    path.write_bytes(content)
+
+
 DAMAGED = {
     "cut.safetensors": (lambda path: (write(path), path.write_bytes(path.read_bytes()[:-9])), "or is damaged"),
     "other.safetensors": (lambda path: save_file({"weight": torch.zeros(2)}, path), "holds no statistics of features"),
@@ -54,6 +61,10 @@ DAMAGED = {
         lambda path: (np.savez(path, mu=np.zeros(9), sigma=np.eye(9)), path.write_bytes(path.read_bytes()[:300])),
         "or is damaged",
     ),
+    "spoilt.npz": (
+        lambda path: (np.savez_compressed(path, mu=np.zeros(9), sigma=np.eye(9)), spoil(path)),
+        "or is damaged",
+    ),
     "arrays.npz": (lambda path: np.savez(path, mean=np.zeros(2)), "it has the arrays mean, and statistics are 'mu'"),
     "pickle.npz": (lambda path: np.savez(path, mu=np.array([{}]), sigma=np.eye(1)), "or is damaged"),
     "statistics.pt": (lambda path: path.write_text(""), "whose names end in .safetensors or .npz"),
@@ -62,8 +73,8 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_files_are_refused_in_a_sentence(name, tmp_path):
-    spoil, message = DAMAGED[name]
-    spoil(tmp_path / name)
+    damage, message = DAMAGED[name]
+    damage(tmp_path / name)
     with pytest.raises(ValueError, match=name) as raised:
         FeatureStatistics.load(tmp_path / name)
     assert message in str(raised.value)

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from scalelong_diffusers import (
     ScaleLongClassConditionalPipeline,
@@ -126,7 +127,7 @@ def test_statistics_of_training_images_are_kept_and_taken_again(train, evaluatio
     ("changes", "sentence"),
     [
         ({"eval_metric": "fit"}, "unknown metric 'fit' (did you mean 'fid'?); accepted: fid, kid"),
-        ({"eval_metric": ""}, "unknown metric ''; accepted: fid, kid"),
+        ({"eval_metric": ""}, "no metric is given; accepted: fid, kid"),
         ({"num_eval_images": 1}, "--num_eval_images must be at least 2, got 1"),
         ({"eval_steps": -1}, "--eval_steps must be at least 0, got -1"),
         ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
@@ -145,3 +146,22 @@ def test_statistics_of_another_network_are_refused(refused, evaluation, make_net
     sentence = refused(**{**evaluation, "eval_features": other, "eval_reference": file})
     assert "16 of them" in sentence
     assert "32 of them" in sentence
+
+
+def test_statistics_of_another_resolution_are_refused(refused, evaluation, network, tmp_path):
+    shapes = open_reference("shapes", 16, num_shapes=5)
+    _, file = reference_statistics(shapes, load_features(str(network)), tmp_path)
+    sentence = refused(**evaluation, eval_reference=file)
+    assert f"{file} has statistics of images of 16 x 16 pixels, and the images that are judged have 8 x 8" in sentence
+
+
+def test_metrics_may_stand_apart_and_bad_images_are_told_of(train, evaluation, tmp_path, capsys):
+    (tmp_path / "reference").mkdir()
+    for k in range(4):
+        Image.new("RGB", (8, 8), (60 * k, 0, 0)).save(tmp_path / "reference" / f"{k}.png")
+    (tmp_path / "reference" / "2.png").write_bytes(b"no image")
+    changes = {"eval_metric": "fid, kid", "eval_reference": tmp_path / "reference", "on_bad_image": "skip"}
+    folder = train(tmp_path / "run", **evaluation, **changes)
+    assert list(figures_of(folder)) == [2, 4]
+    said = "warning: --eval_steps: 1 of the 4 reference images can not be used"
+    assert capsys.readouterr().out.count(said) == 1
