@@ -28,11 +28,14 @@ def chart(curves: dict[str, Curve], right: int = 12, labels: dict[str, str] | No
     def y(logarithm: float) -> float:
         return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - logarithm) / span
 
-    parts = []
+    base = HEIGHT - _BOTTOM
+    parts = [f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{base}" y2="{base}"/>']
+    for level in round_values(10**low, 10**high):
+        height = y(math.log10(level))
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{height:.1f}" y2="{height:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{level:g}</text>')
     for k in range(5):
-        level, step = low + span * k / 4, last * k / 4
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(level) + 4:.1f}" text-anchor="end">{10**level:.3g}</text>')
+        step = last * k / 4
         anchor = "end" if k == 4 else "middle"
         parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 14}" text-anchor="{anchor}">{step:.0f}</text>')
     for style, curve in curves.items():
@@ -44,6 +47,20 @@ def chart(curves: dict[str, Curve], right: int = 12, labels: dict[str, str] | No
             place = f'x="{WIDTH - right + 6}" y="{height + 4:.1f}"'
             parts.append(f'<text class="{style}" {place}>{html.escape(labels[style])}</text>')
     return "".join(parts)
+
+
+_DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """Between two positive values, as round as three of them can be; the two themselves where they are too near."""
+    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    for digits in _DIGITS:
+        values = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
+        between = [value for value in values if low <= value <= high]
+        if len(between) >= 3:
+            return between
+    return [low, high]
 
 
 _LINE = 15

@@ -167,6 +167,19 @@ def test_what_can_not_be_is_said_at_once(project_root, tmp_path, words, sentence
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "values"),
+    [
+        (0.0717, 0.118, [0.08, 0.09, 0.1]),
+        (0.013, 0.6, [0.02, 0.05, 0.1, 0.2, 0.5]),
+        (0.9, 1200, [1, 10, 100, 1000]),
+        (0.0721, 0.0722, [0.0721, 0.0722]),
+    ],
+)
+def test_the_lines_of_a_chart_are_at_round_values(benchmark, low, high, values):
+    assert benchmark("chart").round_values(low, high) == values
+
+
 def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results, tmp_path):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     curve = [1.0 / (k + 1) for k in range(40)]

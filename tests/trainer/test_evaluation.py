@@ -139,6 +139,11 @@ def test_what_can_not_be_measured_is_said_before_the_first_step(refused, evaluat
     assert sentence in refused(**{**evaluation, **changes})
 
 
+def test_what_is_refused_cheaply_is_refused_before_the_reference_is_measured(refused, evaluation, home):
+    assert "take a smaller batch" in refused(**{**evaluation, "train_batch_size": 100})
+    assert not (home / "scalelong").exists()
+
+
 def test_statistics_of_another_network_are_refused(refused, evaluation, make_network, train, home, tmp_path):
     train(tmp_path / "run", **evaluation)
     (file,) = (home / "scalelong" / "statistics").iterdir()
