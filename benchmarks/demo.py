@@ -123,7 +123,10 @@ def read(file: Path) -> str:
     """What an image shows, from its pixels."""
     with Image.open(file) as image:
         found = recognise(image.convert("RGB"))
-    return "nothing" if found is None else " ".join(found)
+    if found is None:
+        return "nothing"
+    colour, shape = found
+    return f"{colour} {shape or 'something'}"
 
 
 def call(module: str, *words: Any):

@@ -88,7 +88,7 @@ def training_minutes(folder: Path) -> float:
     return sum(count / line["images_per_second"] for count, line in zip(images, lines)) / 60
 
 
-def sample(folder: Path) -> list[tuple[str, tuple[str, str], tuple[str, str] | None]]:
+def sample(folder: Path) -> list[tuple[str, tuple[str, str], tuple[str, str | None] | None]]:
     """For each image its prompt, what that asks for, and what is to be seen."""
     pipe = ScaleLongTextToImagePipeline.from_pretrained(folder / "model")
     pipe.set_progress_bar_config(disable=True)
@@ -129,7 +129,8 @@ def main():
         print(json.dumps(figures, indent=2))
         return
     for prompt, wanted, found in results:
-        print(f"{'right' if wanted == found else 'wrong':6}{prompt!r}: {' '.join(found) if found else 'nothing'}")
+        seen = "nothing" if found is None else " ".join(word or "something" for word in found)
+        print(f"{'right' if wanted == found else 'wrong':6}{prompt!r}: {seen}")
     for name in ("colour", "shape", "both"):
         print(f"{name}: {figures[name]} of {figures['images']}")
     print(f"trained for {figures['training_minutes']} minutes by {args.threads} threads on {machine()['processor']}")

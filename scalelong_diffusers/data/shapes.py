@@ -155,9 +155,10 @@ class Shapes:
         return f"shapes {self.count} 1"  # the last number is raised when other images are drawn
 
 
-def recognise(image: Image.Image) -> tuple[str, str] | None:
+def recognise(image: Image.Image) -> tuple[str, str | None] | None:
     """
-    The colour and the shape that an image shows, read from its pixels alone; None where there is none to be seen.
+    The colour and the shape that an image shows, read from its pixels alone; None where nothing coloured stands out,
+    and None for the shape where what does is none of them.
 
     The background is what its border shows, the shape what differs from it most, and its form that of the drawn shape
     which covers it best when both are brought to the same place and area.
@@ -171,8 +172,7 @@ def recognise(image: Image.Image) -> tuple[str, str] | None:
     if np.ptp(colour) < 0.25 or np.linalg.norm(contrast) < 0.25:
         return None
     mask = difference @ contrast > 0.5 * contrast @ contrast
-    shape = _nearest_shape(mask)
-    return (_nearest_hue(colour), shape) if shape else None
+    return _nearest_hue(colour), _nearest_shape(mask)
 
 
 def _smooth_pixels(image: Image.Image) -> np.ndarray:
