@@ -65,10 +65,14 @@ def tuned_rates(results: Results, model: str = "uvit-20") -> str:
 def without_factors(results: Results) -> str:
     """Part D: what stands for the factors, between the plain model and CS at the same rate."""
     rate = results.best_rate("cs 0.9") or 0
-    finished = {name: run for name, run in without_factors_of(rate).items() if run in results}
-    if finished:
-        finished = {"nothing: the plain model": Run("none", rate), **finished, "they themselves": Run("cs 0.9", rate)}
-    rows = [[name, *(_loss(results.final_loss(run, raw)) for raw in (False, True))] for name, run in finished.items()]
+    runs = without_factors_of(rate)
+    if any(run in results for run in runs.values()):
+        runs = {"nothing: the plain model": Run("none", rate), **runs, "they themselves": Run("cs 0.9", rate)}
+    rows = [
+        [name, *(_loss(results.final_loss(run, raw)) for raw in (False, True))]
+        for name, run in runs.items()
+        if run in results
+    ]
     return _table(("instead of the factors", "final loss, averaged weights", "raw weights"), rows)
 
 

@@ -131,6 +131,21 @@ def test_two_seeds_have_no_better_one_in_the_middle(benchmark, results):
     assert plain[2:4] == ["2", "0.3000 (0.2000 to 0.4000)"]
 
 
+def test_what_stands_for_the_factors_is_shown_between_the_plain_model_and_cs(benchmark, results):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    cs = [({"method": "cs 0.9", "learning_rate": rate}, [0.9, rate, rate, rate]) for rate in runs.RATES]
+    best = {"learning_rate": runs.RATES[0]}
+    assert "no finished runs" in report.without_factors(results(cs))
+    part = ({**best, "method": "cs 0.9", "of_cs": "init"}, [0.9, 0.3, 0.3, 0.3])
+    assert [row.split(" | ")[0] for row in report.without_factors(results([*cs, part])).splitlines()[2:]] == [
+        "| init",
+        "| they themselves",
+    ]
+    plain = (best, [0.9, 0.5, 0.5, 0.5])
+    table = report.without_factors(results([*cs, part, plain]))
+    assert "| nothing: the plain model | 0.5000 | 0.5000 |\n| init | 0.3000" in table
+
+
 def test_a_line_that_was_cut_off_is_written_anew(benchmark, results):
     runs = benchmark("convergence_runs")
     file = results([({}, [1.0, 0.5])]).file
