@@ -47,7 +47,7 @@ class TrainingLoop:
     Yields one batch for each forward and backward pass, and resumes, accumulates, averages, saves and logs around it.
 
     ```python
-    loop = TrainingLoop(args, accelerator, {"unet": unet}, data)
+    loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
     for batch in loop:
         loop.step(losses_of(loop.models["unet"], batch))
         if loop.is_due(args.validation_steps):
