@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,13 @@ from scalelong_diffusers.version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Who reads has seen enough, as `head` has; Python would try to print the rest again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as of a program that SIGPIPE ends
     except (ValueError, TypeError, OSError) as error:
         print(f"scalelong: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

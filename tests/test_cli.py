@@ -203,6 +203,15 @@ def test_an_unknown_command_is_met_with_the_one_that_was_meant(scalelong):
     assert complaint.count("\n") == 1
 
 
+def test_who_reads_may_stop():
+    command = [sys.executable, "-m", "scalelong_diffusers.cli", "presets", "cifar10-uvit-s-2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + 13
+    process.stderr.close()
+
+
 def test_the_installed_command_answers():
     command = Path(sys.executable).parent / "scalelong"
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
