@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None):
         noise = batch.normal_like(clean, "noise")
         timesteps = process.timesteps(batch.uniform("timestep")).to(clean.device)
         prediction = model(process.add_noise(clean, noise, timesteps), timesteps).sample
-        target = process.target(clean, noise, timesteps)
-        losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
-        return process.weights(timesteps) * losses
+        return F.mse_loss(prediction, process.target(clean, noise, timesteps), reduction="none").mean(dim=(1, 2, 3))
 
     for batch in loop:
         loop.step(losses_of(loop.models["unet"], batch))
