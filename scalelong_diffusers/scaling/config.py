@@ -25,8 +25,8 @@ METHODS = {
 }
 _NOT_OF_GATE = {"se": (), "ie": ("reduction", "activation")}
 
-# The paper's, but for kappa, which it leaves open. docs/which_method.md has what was measured: factors differ by less
-# than seeds do, which speaks for no other kappa; a gate for each skip (shared=False) is a little better from scratch.
+# The paper's, but for kappa, which it leaves open. By docs/which_method.md, where runs are measured, kappa 0.7 is no
+# better than 0.9 and less steady; from scratch a gate for each skip (shared=False) is better than shared ones.
 _DEFAULTS = {
     "kappa": 0.9,
     "reverse": False,
