@@ -89,7 +89,10 @@ class Results:
 
     def __init__(self, file: Path):
         self.file = file
-        content = file.read_bytes() if file.exists() else b""
+        self._read()
+
+    def _read(self):
+        content = self.file.read_bytes() if self.file.exists() else b""
         self._size = content.rfind(b"\n") + 1  # after it is a line that was cut off, if anything
         self.lines = {Run(**line["run"]): line for line in map(json.loads, content[: self._size].splitlines())}
 
@@ -101,6 +104,7 @@ class Results:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 sys.exit(f"another process adds its runs to {self.file}: wait for it")
+            self._read()  # what it has added until it ended
             yield
 
     def add(self, run: Run, figures: dict[str, Any]):

@@ -48,11 +48,11 @@ def _make_images(arguments: argparse.Namespace) -> int:
     import torch
 
     from scalelong_diffusers.pipelines import load_pipeline
-    from scalelong_diffusers.sampling import SampleSettings, choose_device, sample_to_folder
+    from scalelong_diffusers.sampling import SampleSettings, Sampling, choose_device
 
     names = SampleSettings.__dataclass_fields__
     settings = SampleSettings(**{name: value for name, value in vars(arguments).items() if name in names})
     dtype = getattr(torch, arguments.dtype)
     pipe = load_pipeline(arguments.model, revision=arguments.revision, dtype=dtype)
     pipe.to(choose_device(arguments.device))
-    return sample_to_folder(pipe, settings, arguments.out, arguments.n, arguments.batch_size)
+    return Sampling(pipe, settings, arguments.out, arguments.n, arguments.batch_size).make()

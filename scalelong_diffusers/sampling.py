@@ -64,45 +64,87 @@ class SampleSettings:
     dtype: str = "float32"
 
 
-def sample_to_folder(pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int) -> int:
+class Sampling:
     """
-    Make those of the images 0..n-1 that are not in the folder yet, and a grid; returns how many were made.
-
-    The processes of `accelerate launch` or torchrun make a share each.
+    The images 0..n-1 of a pipeline in a folder, and a grid of them. To set it up refuses what can not be made, or not
+    there, and gives the pipeline its scheduler.
     """
-    team = processes()
-    conditions, told, has_images = check_sampling(pipe, settings, folder, n, batch_size)
-    missing = [k for k in range(n) if not image_file(folder, k).is_file()]
-    # What is refused is refused by all, and what is missing known to all, before the folder changes.
-    team.wait_for_everyone()
-    if team.is_main_process and not has_images:
-        _note_settings(folder, told)
-    team.wait_for_everyone()
-    _make_missing(pipe, settings, conditions, folder, missing, n, batch_size)
-    team.wait_for_everyone()
-    if team.is_main_process:
-        columns = len(conditions["values"]) if 1 < len(conditions["values"]) <= 16 else None
-        shown = [PIL.Image.open(image_file(folder, k)) for k in range(min(n, GRID_IMAGES))]
-        save_image(grid(shown, columns), folder / GRID_FILE)
-    return len(missing)
 
+    def __init__(self, pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int):
+        for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.pipe = pipe
+        self.settings = settings
+        self.folder = folder
+        self.n = n
+        self.batch_size = batch_size
+        self._condition, self._values = _conditions(pipe, settings)
+        if settings.scheduler is not None:
+            pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
+        self._told = {**dataclasses.asdict(settings), **_checksums(pipe)}
+        self._has_images = _check_settings(folder, self._told)
 
-def check_sampling(
-    pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int
-) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """
-    Refuse what can not be made, or not in that folder, and give the pipeline its scheduler.
+    def make(self) -> int:
+        """
+        Make those that are not in the folder yet; returns how many they were.
 
-    Returns what is to be drawn, all that the images depend on, and whether some of them are there.
-    """
-    for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    conditions = _conditions(pipe, settings)
-    if settings.scheduler is not None:
-        pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
-    told = {**dataclasses.asdict(settings), **_checksums(pipe)}
-    return conditions, told, _check_settings(folder, told)
+        The processes of `accelerate launch` or torchrun make a share each.
+        """
+        team = processes()
+        missing = [k for k in range(self.n) if not image_file(self.folder, k).is_file()]
+        # What is refused is refused by all, and what is missing known to all, before the folder changes.
+        team.wait_for_everyone()
+        if team.is_main_process and not self._has_images:
+            _note_settings(self.folder, self._told)
+        team.wait_for_everyone()
+        self._make_share(missing)
+        team.wait_for_everyone()
+        if team.is_main_process:
+            columns = len(self._values) if 1 < len(self._values) <= 16 else None
+            shown = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.n, GRID_IMAGES))]
+            save_image(grid(shown, columns), self.folder / GRID_FILE)
+        return len(missing)
+
+    def _make_share(self, missing: list[int]):
+        """This process's share of the images that are missing."""
+        team = processes()
+        share = missing[team.process_index :: team.num_processes]
+        self.pipe.set_progress_bar_config(disable=True)
+        layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
+        total = self.n if team.num_processes == 1 else len(share)
+        with tqdm(
+            total=total,
+            initial=total - len(share),
+            desc=str(self.folder),
+            bar_format=layout,
+            disable=not team.is_main_process,
+        ) as bar:
+            for start in range(0, len(share), self.batch_size):
+                batch = share[start : start + self.batch_size]
+                for k, image in zip(batch, self._make_batch(batch, bar)):
+                    save_image(image, image_file(self.folder, k))
+
+    def _make_batch(self, batch: list[int], bar: tqdm) -> list[PIL.Image.Image]:
+        before = bar.n
+
+        def advance(pipe, step, timestep, tensors):
+            bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
+            return tensors
+
+        values, settings = self._values, self.settings
+        arguments = {self._condition: [values[k % len(values)] for k in batch] if values else len(batch)}
+        for name in ("negative_prompt", "height", "width"):
+            if getattr(settings, name) is not None:
+                arguments[name] = getattr(settings, name)
+        if settings.guidance is not None:
+            arguments["guidance_scale"] = settings.guidance
+        return self.pipe(
+            **arguments,
+            num_inference_steps=settings.steps,
+            generator=[generator_for(settings.seed, k) for k in batch],
+            callback_on_step_end=advance,
+        ).images
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -127,7 +169,7 @@ def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
     return scheduler_class.from_config(current.config, **changes)
 
 
-def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> dict[str, Any]:
+def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> tuple[str, list[Any]]:
     """The argument of the pipeline's call that says what to draw, and its values, which the images take in turn."""
     is_text = isinstance(pipe, ScaleLongTextToImagePipeline)
     is_class = isinstance(pipe, ScaleLongClassConditionalPipeline)
@@ -143,66 +185,13 @@ def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> dict[str, A
     if is_text:
         if settings.prompt is None:
             raise ValueError(f"{settings.model} is a model of text: give at least one --prompt")
-        return {"argument": "prompt", "values": settings.prompt}
+        return "prompt", settings.prompt
     if is_class:
         labels = settings.class_labels or list(range(pipe.num_classes))
         names = set((pipe.config.class_names or {}).values())
         labels = [int(x) if str(x).isdecimal() and x not in names else x for x in labels]
-        return {"argument": "class_labels", "values": pipe.class_ids(labels)}
-    return {"argument": "batch_size", "values": []}
-
-
-def _make_missing(
-    pipe: SamplingPipeline,
-    settings: SampleSettings,
-    conditions: dict[str, Any],
-    folder: Path,
-    missing: list[int],
-    n: int,
-    batch_size: int,
-):
-    """This process's share of the images that are missing."""
-    team = processes()
-    share = missing[team.process_index :: team.num_processes]
-    pipe.set_progress_bar_config(disable=True)
-    layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
-    total = n if team.num_processes == 1 else len(share)
-    with tqdm(
-        total=total,
-        initial=total - len(share),
-        desc=str(folder),
-        bar_format=layout,
-        disable=not team.is_main_process,
-    ) as bar:
-        for start in range(0, len(share), batch_size):
-            batch = share[start : start + batch_size]
-            images = _make(pipe, settings, conditions, batch, bar)
-            for k, image in zip(batch, images):
-                save_image(image, image_file(folder, k))
-
-
-def _make(
-    pipe: SamplingPipeline, settings: SampleSettings, conditions: dict[str, Any], batch: list[int], bar: tqdm
-) -> list[PIL.Image.Image]:
-    before = bar.n
-
-    def advance(pipe, step, timestep, tensors):
-        bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
-        return tensors
-
-    values = conditions["values"]
-    arguments = {conditions["argument"]: [values[k % len(values)] for k in batch] if values else len(batch)}
-    for name in ("negative_prompt", "height", "width"):
-        if getattr(settings, name) is not None:
-            arguments[name] = getattr(settings, name)
-    if settings.guidance is not None:
-        arguments["guidance_scale"] = settings.guidance
-    return pipe(
-        **arguments,
-        num_inference_steps=settings.steps,
-        generator=[generator_for(settings.seed, k) for k in batch],
-        callback_on_step_end=advance,
-    ).images
+        return "class_labels", pipe.class_ids(labels)
+    return "batch_size", []
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> bool:

@@ -163,8 +163,11 @@ def test_only_one_process_adds_lines(benchmark, results):
     again = benchmark("convergence_runs").Results(found.file)
     with found.locked(), pytest.raises(SystemExit, match="another process adds its runs to"), again.locked():
         pass
+    with found.locked():
+        found.add(benchmark("convergence_runs").Run("none", 1e-3), {"stopped": None, "evaluations": []})
     with again.locked():
-        pass
+        again.add(benchmark("convergence_runs").Run("cs 0.9", 1e-3), {"stopped": None, "evaluations": []})
+    assert len(found.file.read_text().splitlines()) == 2  # the second one has not written over the first
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 from diffusers import DDIMPipeline, DDIMScheduler, DDPMScheduler, EDMEulerScheduler
 from PIL import Image
 
-import scalelong_diffusers.sampling
 from scalelong_diffusers import (
     ScaleLongClassConditionalPipeline,
     ScaleLongTextToImagePipeline,
@@ -23,7 +22,7 @@ from scalelong_diffusers import (
 )
 from scalelong_diffusers.cli import main
 from scalelong_diffusers.randomness import generator_for
-from scalelong_diffusers.sampling import SCHEDULERS, scheduler_by_name
+from scalelong_diffusers.sampling import SCHEDULERS, Sampling, scheduler_by_name
 
 
 @pytest.fixture
@@ -125,10 +124,8 @@ def test_a_second_call_makes_only_what_is_missing(sample, nothing, tmp_path, mon
     (out / "000002.png").unlink()
     times = {name: (out / name).stat().st_mtime_ns for name in names_in(out)}
     made = []
-    make = scalelong_diffusers.sampling._make
-    monkeypatch.setattr(
-        scalelong_diffusers.sampling, "_make", lambda *arguments: made.append(arguments[3]) or make(*arguments)
-    )
+    make = Sampling._make_batch
+    monkeypatch.setattr(Sampling, "_make_batch", lambda self, batch, bar: made.append(batch) or make(self, batch, bar))
     printed = sample(nothing, "--out", out, "-n", 6, "--batch_size", 2, *FAST)[1]
     assert printed.startswith(f"{out}: 6 images, 3 of them new")
     assert made == [[2, 4], [5]]

@@ -36,13 +36,7 @@ from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.pipelines import ScaleLongTextToImagePipeline, load_pipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
 from scalelong_diffusers.processes import processes
-from scalelong_diffusers.sampling import (
-    SampleSettings,
-    check_sampling,
-    choose_device,
-    noted_settings,
-    sample_to_folder,
-)
+from scalelong_diffusers.sampling import SampleSettings, Sampling, choose_device, noted_settings
 
 
 RESULT_FILE = "evaluation.json"
@@ -178,9 +172,10 @@ def evaluate_pipeline(
     elif prompts is not None:
         sampling["prompt"] = _lines(prompts)
     settings = SampleSettings(model, **sampling)
-    check_sampling(pipe, settings, out, n, evaluation.batch_size)  # the statistics may take hours
+    # What can not be made is refused before the statistics, which may take hours.
+    images = Sampling(pipe, settings, out, n, evaluation.batch_size)
     statistics = evaluation.statistics(reference)
-    sample_to_folder(pipe, settings, out, n, evaluation.batch_size)
+    images.make()
     about = {
         "model": model,
         "revision": settings.revision,

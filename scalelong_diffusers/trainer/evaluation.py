@@ -87,16 +87,15 @@ def _reference_statistics(
 ) -> FeatureStatistics:
     """Of `--eval_reference`, or of all training images."""
     if args.eval_reference is None:
-        reference = _training_images(args, data)
-    elif is_statistics(args.eval_reference):
+        return reference_statistics(_training_images(args, data), features, default_cache_dir())[0]
+    check_reference(args.eval_reference)
+    if is_statistics(args.eval_reference):
         statistics = FeatureStatistics.load(args.eval_reference)
         check_size(statistics, args.eval_reference, args.resolution, args.resolution)
         return statistics
-    else:
-        check_reference(args.eval_reference)
-        # Cut and scaled as the training images are.
-        how = {name: getattr(args, name) for name in ("crop_size", "image_interpolation_mode", "on_bad_image")}
-        reference = open_reference(args.eval_reference, args.resolution, min(data.channels, 3), **how)
+    # Cut and scaled as the training images are.
+    how = {name: getattr(args, name) for name in ("crop_size", "image_interpolation_mode", "on_bad_image")}
+    reference = open_reference(args.eval_reference, args.resolution, min(data.channels, 3), **how)
     return reference_statistics(reference, features, default_cache_dir())[0]
 
 

@@ -132,7 +132,7 @@ def test_statistics_of_training_images_are_kept_and_taken_again(train, evaluatio
         ({"eval_steps": -1}, "--eval_steps must be at least 0, got -1"),
         ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
         ({"eval_reference": "no/such/folder"}, "no/such/folder: there is no such file or folder"),
-        ({"eval_reference": "gone.safetensors"}, "gone.safetensors"),
+        ({"eval_reference": "gone.safetensors"}, "gone.safetensors: there is no such file or folder"),
     ],
 )
 def test_what_can_not_be_measured_is_said_before_the_first_step(refused, evaluation, changes, sentence):
