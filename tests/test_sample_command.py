@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_while_it_loads_says_the_same(sample, nothing, tmp
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(scalelong_diffusers.pipelines, "load_pipeline", interrupted)
+    monkeypatch.setattr("scalelong_diffusers.pipelines.load_pipeline", interrupted)
     code, _, complaint = sample(nothing, "--out", tmp_path / "out")
     assert code == 130
     assert complaint.startswith("scalelong: interrupted; ")
