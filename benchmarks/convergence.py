@@ -25,7 +25,8 @@ Parts:
   same seed; median and range over the seeds.
 - B, equal settings, the paper's protocol: the runs of A at equal rates; the target is that of the plain model there.
 - C, one thing changed at a time, at the best rates of A: 12 and 28 layers, batches of 16 and 64; and a small U-Net
-  with rates of its own.
+  (UNet2DModel, three levels of 16, 32 and 32 channels, attention in the last: 9 skips) at four rates of its own, one
+  seed. (Its widths and rates were settled after A, before its own first run.)
 - D, what of CS it is: a plain model whose `skip_proj`, which reads the skips, is initialised times k, is trained at a
   rate times k, or both with all that makes it equal to CS but for clipping (benchmarks/without_factors.py).
 

@@ -24,7 +24,8 @@ METHODS = {
     "ls shared": ("--skip_scaling=ls", "--skip_scaling_shared"),
     "ls per skip, identity": ("--skip_scaling=ls", "--no-skip_scaling_shared", "--skip_scaling_init=identity"),
 }
-RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+UVIT_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+UNET_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = (0, 1, 2)
 STEPS, QUICK_STEPS = 2_000, 1_000
 QUICK_METHODS = ("none", "cs 0.9", "ls per skip")
@@ -39,9 +40,9 @@ MODELS = {
     "unet": {
         "_class_name": "ScaleLongUNet2DModel",
         **_IMAGES,
-        "block_out_channels": [32, 32, 64],
+        "block_out_channels": [16, 32, 32],
         "layers_per_block": 2,
-        "norm_num_groups": 16,
+        "norm_num_groups": 8,
         "attention_head_dim": 16,
         "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
         "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
@@ -159,7 +160,7 @@ def quick_run(method: str) -> Run:
 
 
 def rates_of(method: str, model: str = "uvit-20") -> list[Run]:
-    return [Run(method, rate, model=model) for rate in RATES]
+    return [Run(method, rate, model=model) for rate in (UNET_RATES if model == "unet" else UVIT_RATES)]
 
 
 def seeds_of(method: str, rate: float, model: str = "uvit-20") -> list[Run]:
@@ -190,7 +191,7 @@ def runs_of(part: str, results: Results) -> Iterable[Run]:
         yield from (run for method in METHODS for run in rates_of(method))
         yield from (run for method, rate in known.items() for run in seeds_of(method, rate))
     elif part == "C":
-        yield from (run for method, rate in known.items() for run in variations_of(method, rate).values())
         yield from (run for method in METHODS for run in rates_of(method, "unet"))
+        yield from (run for method, rate in known.items() for run in variations_of(method, rate).values())
     elif part == "D" and "cs 0.9" in known:
         yield from without_factors_of(known["cs 0.9"]).values()

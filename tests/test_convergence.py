@@ -50,29 +50,31 @@ def test_a_target_is_reached_by_three_evaluations_in_a_row(benchmark, results):
 
 def test_the_best_rate_is_known_when_all_are_done_and_is_none_that_diverged(benchmark, results):
     runs = benchmark("convergence_runs")
-    entries = [({"learning_rate": rate}, [1.0, 0.5, 0.5 + rate]) for rate in runs.RATES]
+    entries = [({"learning_rate": rate}, [1.0, 0.5, 0.5 + rate]) for rate in runs.UVIT_RATES]
     assert results(entries[:-1]).best_rate("none") is None
-    assert results(entries).best_rate("none") == runs.RATES[0]
+    assert results(entries).best_rate("none") == runs.UVIT_RATES[0]
     diverged = [(entries[0][0], [0.1, 0.1, 0.1], None, "the loss is not finite"), *entries[1:]]
-    assert results(diverged).best_rate("none") == runs.RATES[1]
+    assert results(diverged).best_rate("none") == runs.UVIT_RATES[1]
 
 
 def test_what_is_to_be_run_waits_for_what_it_rests_on(benchmark, results):
     runs = benchmark("convergence_runs")
     nothing = results([])
-    assert len(list(runs.runs_of("A", nothing))) == len(runs.METHODS) * len(runs.RATES)
+    assert len(list(runs.runs_of("A", nothing))) == len(runs.METHODS) * len(runs.UVIT_RATES)
     assert list(runs.runs_of("D", nothing)) == []
-    rates = [({"method": "cs 0.9", "learning_rate": rate}, [1.0, 1.0, rate]) for rate in runs.RATES]
+    rates = [({"method": "cs 0.9", "learning_rate": rate}, [1.0, 1.0, rate]) for rate in runs.UVIT_RATES]
     known = results(rates)
     seeds = [run for run in runs.runs_of("A", known) if run.seed]
-    assert seeds == [runs.Run("cs 0.9", runs.RATES[0], seed) for seed in (1, 2)]
+    assert seeds == [runs.Run("cs 0.9", runs.UVIT_RATES[0], seed) for seed in (1, 2)]
     assert [run.of_cs for run in runs.runs_of("D", known)] == ["init", "rate", "both"]
 
 
 def test_the_table_compares_runs_of_one_seed(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    worse = [({"method": m, "learning_rate": rate}, [9.0] * 6) for m in ("none", "cs 0.9") for rate in runs.RATES[1:]]
-    best = {"learning_rate": runs.RATES[0]}
+    worse = [
+        ({"method": m, "learning_rate": rate}, [9.0] * 6) for m in ("none", "cs 0.9") for rate in runs.UVIT_RATES[1:]
+    ]
+    best = {"learning_rate": runs.UVIT_RATES[0]}
     scaled = {**best, "method": "cs 0.9"}
     entries = [
         (best, [6.0, 5.0, 4.0, 2.0, 2.0, 2.0]),
@@ -112,12 +114,12 @@ def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     fallen, calm, fast = [0.5, 0.2, 1.0, 1.0, 1.0], [0.5, 0.4, 0.3, 0.3, 0.3], [0.25] * 5
     entries = [
-        ({"method": method, "learning_rate": rate}, calm if rate == runs.RATES[0] else fallen)
+        ({"method": method, "learning_rate": rate}, calm if rate == runs.UVIT_RATES[0] else fallen)
         for method in ("none", "cs 0.9")
-        for rate in runs.RATES
+        for rate in runs.UVIT_RATES
     ]
     seeds = [("none", 1, fallen), ("none", 2, calm), ("cs 0.9", 1, calm), ("cs 0.9", 2, fast)]
-    entries += [({"method": m, "learning_rate": runs.RATES[0], "seed": seed}, curve) for m, seed, curve in seeds]
+    entries += [({"method": m, "learning_rate": runs.UVIT_RATES[0], "seed": seed}, curve) for m, seed, curve in seeds]
     plain, cs = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
     assert plain[3] == "0.3000 (0.3000 to diverges)"
     assert cs[4] == "not reached (not reached to 40.00); plain diverges for 1 of 3 seeds"
@@ -125,16 +127,16 @@ def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
 
 def test_two_seeds_have_no_better_one_in_the_middle(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    entries = [({"learning_rate": rate}, [0.9, 0.4, 0.4, 0.4]) for rate in runs.RATES]
-    entries.append(({"learning_rate": runs.RATES[0], "seed": 1}, [0.9, 0.2, 0.2, 0.2]))
+    entries = [({"learning_rate": rate}, [0.9, 0.4, 0.4, 0.4]) for rate in runs.UVIT_RATES]
+    entries.append(({"learning_rate": runs.UVIT_RATES[0], "seed": 1}, [0.9, 0.2, 0.2, 0.2]))
     (plain,) = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
     assert plain[2:4] == ["2", "0.3000 (0.2000 to 0.4000)"]
 
 
 def test_what_stands_for_the_factors_is_shown_between_the_plain_model_and_cs(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    cs = [({"method": "cs 0.9", "learning_rate": rate}, [0.9, rate, rate, rate]) for rate in runs.RATES]
-    best = {"learning_rate": runs.RATES[0]}
+    cs = [({"method": "cs 0.9", "learning_rate": rate}, [0.9, rate, rate, rate]) for rate in runs.UVIT_RATES]
+    best = {"learning_rate": runs.UVIT_RATES[0]}
     assert "no finished runs" in report.without_factors(results(cs))
     part = ({**best, "method": "cs 0.9", "of_cs": "init"}, [0.9, 0.3, 0.3, 0.3])
     assert [row.split(" | ")[0] for row in report.without_factors(results([*cs, part])).splitlines()[2:]] == [
@@ -201,7 +203,7 @@ def test_the_lines_of_a_chart_are_at_round_values(benchmark, low, high, values):
 def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results, tmp_path):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     curve = [1.0 / (k + 1) for k in range(40)]
-    entries = [({"method": m, "learning_rate": rate}, curve) for m in ("none", "cs 0.9") for rate in runs.RATES]
+    entries = [({"method": m, "learning_rate": rate}, curve) for m in ("none", "cs 0.9") for rate in runs.UVIT_RATES]
     report.draw_figure(results(entries), tmp_path)
     for name in ("light", "dark"):
         svg = (tmp_path / f"convergence-{name}.svg").read_text()
