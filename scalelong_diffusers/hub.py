@@ -1,9 +1,11 @@
 """What is read from the Hub and written to it, and what goes wrong there, in one sentence."""
 
+import errno
 import json
 import os
 from contextlib import contextmanager
 from json import JSONDecodeError
+from pickle import UnpicklingError
 from typing import Any
 
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
@@ -24,6 +26,9 @@ from safetensors import SafetensorError
 
 # The keywords of `from_pretrained` that say where on the Hub to look.
 DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+# From files of weights that are not safetensors.
+_OF_PICKLES = (UnpicklingError, EOFError)
 
 
 class HubNotReached(OSError):
@@ -94,18 +99,19 @@ def hub_errors_as_sentences(source: str | os.PathLike, revision: str | None = No
 @contextmanager
 def damage_as_sentence(source: str | os.PathLike):
     """
-    Name what ends too early, weights or JSON, and weights that are not of their config. diffusers and transformers
-    each have their way of reporting one.
+    Name what ends too early, weights or JSON, and weights that are not of their config. diffusers, transformers and
+    torch each have their way of reporting one.
     """
     try:
         yield
-    except (OSError, SafetensorError, JSONDecodeError) as error:
-        if not _stems_from(error, (SafetensorError, JSONDecodeError)):
+    except (OSError, SafetensorError, JSONDecodeError, *_OF_PICKLES) as error:
+        if not _is_damage(error):
             raise
-        what = "weights" if _stems_from(error, SafetensorError) else "JSON files"
+        what = "JSON files" if _stems_from(error, JSONDecodeError) else "weights"
         # force_download does not help: diffusers takes it for the configs of a pipeline alone.
         advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
-        said = " ".join(str(error).split())
+        # What torch says of a pickle is about trust, and advises to have more of it.
+        said = "no file of torch" if _stems_from(error, _OF_PICKLES) else " ".join(str(error).split())
         raise OSError(
             f"the {what} in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
         ) from error
@@ -114,6 +120,12 @@ def damage_as_sentence(source: str | os.PathLike):
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(f"{source} has a component whose weights do not fit its config.json") from error
+
+
+def _is_damage(error: BaseException) -> bool:
+    # As torch reports a file of weights that was a zip archive before its end was cut off.
+    is_cut_off = isinstance(error, OSError) and error.errno == errno.EINVAL
+    return is_cut_off or _stems_from(error, (SafetensorError, JSONDecodeError, *_OF_PICKLES))
 
 
 def _stems_from(error: BaseException | None, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import textwrap
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -220,9 +221,15 @@ def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):
     for name in {**settings, **before}:
         if name not in NOTED_ONLY and before.get(name) != settings.get(name):
             raise ValueError(
-                f"{folder} has images that were made with {name} {before.get(name)!r}, not {settings.get(name)!r}: "
+                f"{folder} has images that were made with {name} {_short(before.get(name))}, not "
+                f"{_short(settings.get(name))}: "
                 "give another --out, or delete it"
             )
+
+
+def _short(value: Any) -> str:
+    """Prompts may be thousands."""
+    return textwrap.shorten(repr(value), 200, placeholder=" ...")
 
 
 def _checksums(pipe: SamplingPipeline) -> dict[str, str]:

@@ -177,6 +177,19 @@ class TestFoldersOfOtherImages:
         assert code == 2
         assert f"{out} has images that were made with steps 2, not 3: give another --out, or delete it" in complaint
 
+    def test_thousands_of_prompts_are_not_all_told(self, sample, tiny_clip, tmp_path):
+        unet = uvit(cross_attention_dim=16, context_length=12)
+        ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip).save_pretrained(tmp_path / "text")
+        many = ["--prompt", *(f"circle {k}" for k in range(1000))]
+        flags = ["--out", tmp_path / "out", *FAST, "-n", 1]
+        assert sample(tmp_path / "text", *flags, *many)[0] == 0
+        code, _, complaint = sample(tmp_path / "text", *flags, "--prompt", "a square")
+        assert code == 2
+        complaint = complaint.splitlines()[-1]
+        assert "made with prompt ['circle 0', 'circle 1', " in complaint
+        assert " ..., not ['a square']: give another --out, or delete it" in complaint
+        assert "circle 20" not in complaint
+
     def test_so_are_other_weights_in_the_same_place(self, sample, nothing, tmp_path):
         out = tmp_path / "out"
         sample(nothing, "--out", out, "-n", 2, *FAST)

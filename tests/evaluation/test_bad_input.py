@@ -10,7 +10,7 @@ from diffusers import DDIMScheduler
 from PIL import Image
 from transformers import ViTModel
 
-from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
+from scalelong_diffusers import ScaleLongClassConditionalPipeline, ScaleLongUnconditionalPipeline, UViTModel
 
 
 @pytest.fixture
@@ -159,6 +159,15 @@ class TestImages:
     ):
         out = tmp_path / "out" if flags else pictures(3)
         assert sentence in refused(pipeline, *flags, "--num_shapes", 20, n=2, out=out)
+        assert not (tmp_path / "cache" / "statistics").exists()
+
+    def test_so_is_guidance_that_can_not_be(self, refused, tmp_path):
+        unet = UViTModel(
+            sample_size=8, patch_size=4, hidden_size=16, num_layers=2, num_attention_heads=2, num_class_embeds=2
+        )
+        ScaleLongClassConditionalPipeline(unet, DDIMScheduler()).save_pretrained(tmp_path / "classes")
+        complaint = refused(tmp_path / "classes", "--guidance", -1, "--num_shapes", 20, n=2, out=tmp_path / "out")
+        assert "guidance_scale must be a number of at least 0 (1 is no guidance), got -1.0" in complaint
         assert not (tmp_path / "cache" / "statistics").exists()
 
     def test_a_model_that_is_not_there(self, refused):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     BertConfig,
     BertModel,
@@ -110,6 +111,17 @@ class TestRefused:
         file.write_bytes(file.read_bytes()[:-9])
         with pytest.raises(OSError, match=r"the weights in .*cut are damaged, or were not downloaded to their end"):
             load_features(str(tmp_path / "cut"))
+
+    @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
+    def test_damaged_weights_of_torch(self, damage, make_network, tmp_path):
+        safetensors = make_network(tmp_path / "old") / "model.safetensors"
+        file = safetensors.with_name("pytorch_model.bin")
+        torch.save(load_file(safetensors), file)
+        safetensors.unlink()
+        load_features(str(file.parent))
+        file.write_bytes({"cut": file.read_bytes()[:-300], "text": b"no weights", "empty": b""}[damage])
+        with pytest.raises(OSError, match=r"the weights in .*old are damaged, or were not downloaded to their end"):
+            load_features(str(file.parent))
 
     def test_weights_of_another_config(self, make_network, tmp_path):
         config = make_network(tmp_path / "wide") / "config.json"
