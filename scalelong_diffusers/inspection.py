@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +39,12 @@ def _load_model_config(source: str) -> dict[str, Any]:
         return config
     index = _read_json(source, DiffusionPipeline.config_name)
     if index is None:
+        # As in a checkpoint of a training run.
+        within = Path(source, "unet")
+        hint = f"; {within} is a model" if (within / ModelMixin.config_name).is_file() else ""
         raise ValueError(
             f"{source} is neither a model nor a pipeline: it has no {ModelMixin.config_name} and no "
-            f"{DiffusionPipeline.config_name}{'' if os.path.isdir(source) else ' that can be reached'}"
+            f"{DiffusionPipeline.config_name}{'' if os.path.isdir(source) else ' that can be reached'}{hint}"
         )
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     for name, class_name in components.items():

@@ -117,6 +117,7 @@ class TestInspect:
         "no folder": (["nowhere"], "no config.json and no model_index.json that can be reached"),
         "no id": (["/no/where/at/all"], "/no/where/at/all is neither a local folder nor a repository"),
         "no model": (["{empty}"], "is neither a model nor a pipeline: it has no config.json and no model_index.json"),
+        "a checkpoint": (["{checkpoint}"], "checkpoint/unet is a model"),
         "not json": (["{broken}"], "config.json is not valid JSON: Expecting"),
         "no object": (["{number}"], "config.json is not the config of a model or pipeline: it holds 3"),
         "a DiT": (["{dit}"], "DiTTransformer2DModel has no long skips that this package knows"),
@@ -143,6 +144,7 @@ class TestInspect:
         }
         write_config(tmp_path / "other", index, "model_index.json")
         (tmp_path / "empty").mkdir()
+        write_config(tmp_path / "checkpoint" / "unet", SD15)
         write_config(tmp_path / "number", 3)
         write_config(tmp_path / "broken", {})
         (tmp_path / "broken" / "config.json").write_text("{")
