@@ -13,8 +13,9 @@ The protocol, fixed before the first run:
 - Every 50 steps: the loss of 512 test images with noise and timesteps that stay the same, of the averaged weights
   (decay 0.995, reached by and by as the scripts do it) and of the raw ones. What is reported is that of the averaged
   weights, and that of the raw ones beside it. The final loss is the mean of the last three.
-- A run diverges that can not go on, or whose final loss is above that of its first evaluation; a plain model that does
-  is nobody's target. (Added after the first twelve runs, of which one had fallen apart at a loss of 1.)
+- A run diverges that can not go on, or whose final loss, of either weights, is above that of its first evaluation; a
+  plain model that does is nobody's target. (Added after the first twelve runs, of which one had fallen apart at a loss
+  of 1; "of either weights" after one fell apart so late that the averaged ones were still on their way.)
 - A target is reached at the first of three evaluations in a row that are all below it. The target is the final loss of
   the plain model, which takes it all 2,000 steps. The result is 2,000 / the method's steps.
 

@@ -21,7 +21,7 @@ from convergence_runs import (
 
 
 # In the figure.
-SHOWN = ("none", "inv_sqrt2", "cs 0.9", "ls per skip")
+SHOWN = ("none", "cs 0.9", "ls per skip", "ls per skip, identity")
 
 
 def tables(results: Results) -> str:
@@ -138,7 +138,7 @@ def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
     )
     drawing = chart(
         {styles[name]: curve for name, curve in medians.items()},
-        right=160,
+        right=205,
         labels={styles[name]: name for name in medians},
     )
     title = "Validation loss over training steps"

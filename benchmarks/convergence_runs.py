@@ -119,12 +119,12 @@ class Results:
     def __contains__(self, run: Run) -> bool:
         return run in self.lines
 
-    def diverged(self, run: Run, raw: bool = False) -> bool:
-        """Whether the run could not go on, or ended worse than it began."""
+    def diverged(self, run: Run) -> bool:
+        """Whether the run stopped or ended worse than it began. Averaged weights show it later than raw ones."""
         if self.lines[run]["stopped"] is not None:
             return True
-        curve = self.evaluations(run, raw)
-        return not _end_of(curve) <= curve[0][1]
+        curves = (self.evaluations(run, raw) for raw in (False, True))
+        return not all(_end_of(curve) <= curve[0][1] for curve in curves)
 
     def evaluations(self, run: Run, raw: bool = False) -> list[tuple[int, float]]:
         """Steps and losses; one that was not finite is infinite."""
@@ -133,7 +133,7 @@ class Results:
 
     def final_loss(self, run: Run, raw: bool = False) -> float:
         """Infinite for a run that diverged."""
-        return math.inf if self.diverged(run, raw) else _end_of(self.evaluations(run, raw))
+        return math.inf if self.diverged(run) else _end_of(self.evaluations(run, raw))
 
     def steps_to(self, target: float, run: Run, raw: bool = False) -> int | None:
         """The first of three evaluations in a row that are all below the target."""

@@ -110,6 +110,16 @@ def test_a_plain_model_that_falls_apart_is_nobodys_target(benchmark, results):
     assert "| cs 0.9 |  |  |  |  | 0.3000 (plain diverges) |" in report.tables(found)
 
 
+def test_a_run_that_fell_apart_near_its_end_gained_nothing(benchmark, results):
+    """Its averaged weights are below the target for a while, and have not followed yet when it ends."""
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    rate = {"learning_rate": 4e-3}
+    fallen = ({**rate, "method": "cs 0.9"}, [0.5, 0.1, 0.1, 0.1, 0.2], [0.5, 0.1, 1.0, 1.0, 1.0])
+    found = results([(rate, [0.5, 0.4, 0.3, 0.3, 0.3]), fallen])
+    assert found.diverged(runs.Run("cs 0.9", 4e-3))
+    assert "| cs 0.9 |  |  |  |  | diverges |" in report.tables(found)
+
+
 def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     fallen, calm, fast = [0.5, 0.2, 1.0, 1.0, 1.0], [0.5, 0.4, 0.3, 0.3, 0.3], [0.25] * 5

@@ -26,7 +26,7 @@ METHODS = {
 _NOT_OF_GATE = {"se": (), "ie": ("reduction", "activation")}
 
 # The paper's, but for kappa, which it leaves open. By docs/which_method.md, where runs are measured, kappa 0.7 is no
-# better than 0.9 and less steady; from scratch a gate for each skip (shared=False) is better than shared ones.
+# better than 0.9 and less steady; gates are best with one for each skip (shared=False) that starts at 1 (identity).
 _DEFAULTS = {
     "kappa": 0.9,
     "reverse": False,
