@@ -49,9 +49,7 @@ MODELS = {"ddpm-cifar10, batch 16": ddpm_cifar10, "half-width sd1.5, batch 2": h
 
 
 def variants(stock: nn.Module) -> dict[str, nn.Module]:
-    """All are copies, so that their weights lie alike in memory."""
-    scaled = {method: apply_skip_scaling(copy.deepcopy(stock), method) for method in METHODS}
-    return {"stock": copy.deepcopy(stock), **scaled}
+    return {"stock": stock} | {method: apply_skip_scaling(copy.deepcopy(stock), method) for method in METHODS}
 
 
 def inference(model: nn.Module, inputs: dict[str, torch.Tensor]):

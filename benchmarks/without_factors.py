@@ -1,5 +1,5 @@
 """
-What of constant scaling makes it faster? A plain U-ViT, trained with one or both of what CS comes to.
+What of constant scaling makes its difference? A plain U-ViT, trained with one or both of what CS comes to.
 
     python benchmarks/without_factors.py --of_cs init|rate|both [the flags of train_unconditional.py]
 

@@ -248,8 +248,8 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         images = self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0]
         return self.image_processor.postprocess(images, output_type)
 
-    def _set_guidance(self, guidance_scale: float, guidance_rescale: float):
-        """Guidance as in diffusers: above 1 it is on, and 1 is off."""
+    def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
+        """Guidance as in diffusers: above 1 it is on, and 1 is off. What a call can not do with is refused."""
         for name, value, high in (
             ("guidance_scale", guidance_scale, math.inf),
             ("guidance_rescale", guidance_rescale, 1),

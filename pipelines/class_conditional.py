@@ -127,7 +127,7 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         [`SamplingPipeline`] says what the other arguments are.
         """
         check_size("num_images_per_prompt", num_images_per_prompt, 1)
-        self._set_guidance(guidance_scale, guidance_rescale)
+        self.set_guidance(guidance_scale, guidance_rescale)
         labels = torch.tensor(self.class_ids(class_labels), device=self._execution_device)
         labels = labels.repeat_interleave(num_images_per_prompt)
         return self._sample(
@@ -147,12 +147,15 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
 
-    def _with_null_class(self, labels: torch.Tensor) -> torch.Tensor:
-        if self.config.null_class is None:
+    def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
+        super().set_guidance(guidance_scale, guidance_rescale)
+        if self.do_classifier_free_guidance and self.config.null_class is None:
             raise ValueError(
                 f"guidance_scale={self.guidance_scale} needs a null class, and this pipeline has none: take 1, or make"
                 " the pipeline with null_class, if the model has learned one"
             )
+
+    def _with_null_class(self, labels: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.full_like(labels, self.config.null_class), labels])
 
 

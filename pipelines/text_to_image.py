@@ -101,7 +101,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         [`SamplingPipeline`] says what the other arguments are.
         """
         check_size("num_images_per_prompt", num_images_per_prompt, 1)
-        self._set_guidance(guidance_scale, guidance_rescale)
+        self.set_guidance(guidance_scale, guidance_rescale)
         guided = self.do_classifier_free_guidance
         prompt_embeds, negative_prompt_embeds = self.encode_prompt(
             prompt, negative_prompt, num_images_per_prompt, guided, prompt_embeds, negative_prompt_embeds

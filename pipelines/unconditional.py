@@ -54,7 +54,7 @@ class ScaleLongUnconditionalPipeline(SamplingPipeline):
     ) -> ImagePipelineOutput | tuple:
         """Make `batch_size` images. [`SamplingPipeline`] says what the other arguments are."""
         check_size("batch_size", batch_size, 1)
-        self._set_guidance(1.0, 0.0)
+        self.set_guidance(1.0)
         return self._sample(
             batch_size,
             None,

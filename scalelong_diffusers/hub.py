@@ -1,8 +1,8 @@
 """What is read from the Hub and written to it, and what goes wrong there, in one sentence."""
 
-import errno
 import json
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from json import JSONDecodeError
 from pickle import UnpicklingError
@@ -26,9 +26,6 @@ from safetensors import SafetensorError
 
 # The keywords of `from_pretrained` that say where on the Hub to look.
 DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-
-# From files of weights that are not safetensors.
-_OF_PICKLES = (UnpicklingError, EOFError)
 
 
 class HubNotReached(OSError):
@@ -104,32 +101,33 @@ def damage_as_sentence(source: str | os.PathLike):
     """
     try:
         yield
-    except (OSError, SafetensorError, JSONDecodeError, *_OF_PICKLES) as error:
-        if not _is_damage(error):
+    except (OSError, RuntimeError, SafetensorError, JSONDecodeError, UnpicklingError, EOFError) as error:
+        if "ignore_mismatched_sizes" in str(error):
+            # transformers has shown which they are, and advises an option that is not passed on here.
+            raise ValueError(f"{source} has a component whose weights do not fit its config.json") from error
+        damage = next(filter(_is_damage, _with_causes(error)), None)
+        if damage is None:
             raise
-        what = "JSON files" if _stems_from(error, JSONDecodeError) else "weights"
+        what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
+        # torch says of a pickle that one could trust it, and of a zip archive the line that saw it.
+        of_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
+        said = "no whole file of torch" if of_torch else " ".join(str(error).split())
         # force_download does not help: diffusers takes it for the configs of a pipeline alone.
         advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
-        # What torch says of a pickle is about trust, and advises to have more of it.
-        said = "no file of torch" if _stems_from(error, _OF_PICKLES) else " ".join(str(error).split())
         raise OSError(
             f"the {what} in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
         ) from error
-    except RuntimeError as error:
-        # transformers has shown which they are, and advises an option that is not passed on here.
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(f"{source} has a component whose weights do not fit its config.json") from error
 
 
 def _is_damage(error: BaseException) -> bool:
-    # As torch reports a file of weights that was a zip archive before its end was cut off.
-    is_cut_off = isinstance(error, OSError) and error.errno == errno.EINVAL
-    return is_cut_off or _stems_from(error, (SafetensorError, JSONDecodeError, *_OF_PICKLES))
+    is_known = isinstance(error, (SafetensorError, JSONDecodeError, UnpicklingError, EOFError))
+    return is_known or "PytorchStreamReader" in str(error)
 
 
-def _stems_from(error: BaseException | None, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
-    return error is not None and (isinstance(error, kind) or _stems_from(error.__cause__ or error.__context__, kind))
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class HubMixin:

@@ -4,10 +4,10 @@ import dataclasses
 import json
 import math
 import os
-import textwrap
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ class Sampling:
         self._condition, self._values = _conditions(pipe, settings)
         if settings.scheduler is not None:
             pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
-        self._told = {**dataclasses.asdict(settings), **_checksums(pipe)}
-        self._has_images = _check_settings(folder, self._told)
+        if settings.guidance is not None:
+            pipe.set_guidance(settings.guidance)
+        self._told = _settings_for(folder, {**dataclasses.asdict(settings), **_checksums(pipe)}, n)
 
     def make(self) -> int:
         """
@@ -96,8 +97,9 @@ class Sampling:
         missing = [k for k in range(self.n) if not image_file(self.folder, k).is_file()]
         # What is refused is refused by all, and what is missing known to all, before the folder changes.
         team.wait_for_everyone()
-        if team.is_main_process and not self._has_images:
-            _note_settings(self.folder, self._told)
+        if team.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / SETTINGS_FILE, self._told)
         team.wait_for_everyone()
         self._make_share(missing)
         team.wait_for_everyone()
@@ -195,20 +197,38 @@ def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> tuple[str, 
     return "batch_size", []
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether there are images in the folder; where there are, their settings have to be the same."""
+def _settings_for(folder: Path, settings: dict[str, Any], n: int) -> dict[str, Any]:
+    """What the folder's images are noted to be made with. Those that are there have to be of the same settings."""
     if any(folder.glob("*.png")) and not (folder / SETTINGS_FILE).is_file():
         raise ValueError(f"{folder} has images, but no {SETTINGS_FILE} that says how they were made: take another")
+    there = [int(file.stem) for file in folder.glob("*.png") if file.stem.isdecimal()]
     # Settings without images may be those of a call that was refused, and count for nothing.
-    has_images = any(folder.glob(f"{'[0-9]' * 6}*.png"))
-    if has_images:
-        _check_same(folder, read_json(folder, SETTINGS_FILE), settings)
-    return has_images
+    if not there:
+        return settings
+    before = read_json(folder, SETTINGS_FILE)
+    prompts = _prompts_of_both(before.get("prompt"), there, settings["prompt"], range(n))
+    if prompts is not None:
+        before, settings = ({**told, "prompt": prompts} for told in (before, settings))
+    _check_same(folder, before, settings)
+    return settings
 
 
-def _note_settings(folder: Path, settings: dict[str, Any]):
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / SETTINGS_FILE, settings)
+def _prompts_of_both(
+    before: list[str] | None, there: Iterable[int], prompts: list[str] | None, asked: Iterable[int]
+) -> list[str] | None:
+    """
+    The longer list, where it gives the same to the images that are there and to those asked for; None otherwise.
+
+    So one can go on for more images with more captions of the same data set.
+    """
+    if not before or not prompts:
+        return None
+    longer = max(before, prompts, key=len)
+
+    def gives_the_same(other: list[str], numbers: Iterable[int]) -> bool:
+        return all(other[k % len(other)] == longer[k % len(longer)] for k in numbers)
+
+    return longer if gives_the_same(before, there) and gives_the_same(prompts, asked) else None
 
 
 def noted_settings(folder: Path) -> dict[str, Any] | None:
@@ -219,17 +239,15 @@ def noted_settings(folder: Path) -> dict[str, Any] | None:
 
 def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):
     for name in {**settings, **before}:
-        if name not in NOTED_ONLY and before.get(name) != settings.get(name):
-            raise ValueError(
-                f"{folder} has images that were made with {name} {_short(before.get(name))}, not "
-                f"{_short(settings.get(name))}: "
-                "give another --out, or delete it"
-            )
-
-
-def _short(value: Any) -> str:
-    """Prompts may be thousands."""
-    return textwrap.shorten(repr(value), 200, placeholder=" ...")
+        was, now = before.get(name), settings.get(name)
+        if name in NOTED_ONLY or was == now:
+            continue
+        if isinstance(was, list) and isinstance(now, list):  # of thousands of prompts the first that differ
+            k, (was, now) = next((k, pair) for k, pair in enumerate(zip_longest(was, now)) if pair[0] != pair[1])
+            name = f"{name} {k}"
+        raise ValueError(
+            f"{folder} has images that were made with {name} {was!r}, not {now!r}: give another --out, or delete it"
+        )
 
 
 def _checksums(pipe: SamplingPipeline) -> dict[str, str]:

@@ -118,6 +118,12 @@ def test_a_run_that_fell_apart_near_its_end_gained_nothing(benchmark, results):
     found = results([(rate, [0.5, 0.4, 0.3, 0.3, 0.3]), fallen])
     assert found.diverged(runs.Run("cs 0.9", 4e-3))
     assert "| cs 0.9 |  |  |  |  | diverges |" in report.tables(found)
+    worse = [({"method": m, "learning_rate": r}, [9.0] * 3) for m in ("none", "cs 0.9") for r in runs.UVIT_RATES[:-1]]
+    calm = ({**rate, "method": "cs 0.9"}, [0.5, 0.2, 0.2, 0.2, 0.2])
+    seeds = [({**fallen[0], "seed": seed}, *fallen[1:]) for seed in (1, 2)]
+    plain = [({**rate, "seed": seed}, [0.5, 0.4, 0.3, 0.3, 0.3]) for seed in (0, 1, 2)]
+    table = report.tuned_rates(results([*worse, *plain, calm, *seeds]))
+    assert table.splitlines()[-1].split(" | ")[4] == "not reached (not reached to 20.00)"
 
 
 def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
@@ -150,12 +156,12 @@ def test_what_stands_for_the_factors_is_shown_between_the_plain_model_and_cs(ben
     assert "no finished runs" in report.without_factors(results(cs))
     part = ({**best, "method": "cs 0.9", "of_cs": "init"}, [0.9, 0.3, 0.3, 0.3])
     assert [row.split(" | ")[0] for row in report.without_factors(results([*cs, part])).splitlines()[2:]] == [
-        "| init",
-        "| they themselves",
+        "| initialised times k",
+        "| they themselves: CS",
     ]
     plain = (best, [0.9, 0.5, 0.5, 0.5])
     table = report.without_factors(results([*cs, part, plain]))
-    assert "| nothing: the plain model | 0.5000 | 0.5000 |\n| init | 0.3000" in table
+    assert "| nothing: the plain model | 0.5000 | 0.5000 |\n| initialised times k | 0.3000" in table
 
 
 def test_a_line_that_was_cut_off_is_written_anew(benchmark, results):

@@ -168,14 +168,14 @@ def evaluate_pipeline(
     needs_captions = of_text and prompts is None
     reference = evaluation.open_reference(width, height, _channels(pipe), needs_captions)
     if needs_captions:
-        # As many for a small n, so that the same folder can be gone on with for a larger one.
-        sampling["prompt"] = _captions(reference, max(n, DEFAULT_N), model)
+        sampling["prompt"] = _captions(reference, n, model)
     elif prompts is not None:
         sampling["prompt"] = _lines(prompts)
     settings = SampleSettings(model, **sampling)
-    # Before the statistics, which may take hours: what can not be made is refused at the first batch at the latest.
-    Sampling(pipe, settings, out, n, evaluation.batch_size).make()
+    # What can not be made is refused before the statistics, which may take hours.
+    images = Sampling(pipe, settings, out, n, evaluation.batch_size)
     statistics = evaluation.statistics(reference)
+    images.make()
     about = {
         "model": model,
         "revision": settings.revision,

@@ -25,8 +25,8 @@ METHODS = {
 }
 _NOT_OF_GATE = {"se": (), "ie": ("reduction", "activation")}
 
-# The paper's, but for kappa, which it leaves open. By docs/which_method.md, where runs are measured, kappa 0.7 is no
-# better than 0.9 and less steady; gates are best with one for each skip (shared=False) that starts at 1 (identity).
+# The paper's, but for kappa, which it leaves open. By docs/which_method.md, where runs are measured, kappa 0.7 and 0.9
+# differ little; gates are best with one for each skip (shared=False) that starts at 1 (identity).
 _DEFAULTS = {
     "kappa": 0.9,
     "reverse": False,

@@ -4,6 +4,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
+from safetensors.torch import load_file
 
 from scalelong_diffusers import (
     ScaleLongClassConditionalPipeline,
@@ -274,6 +275,16 @@ class TestFolders:
         with pytest.raises(
             OSError, match=r"are damaged, or were not downloaded to their end .*: save or copy it again"
         ):
+            load(folder)
+
+    @pytest.mark.parametrize("load", LOADERS, ids=["class", "load_pipeline"])
+    def test_half_of_a_file_of_torch(self, load, folder):
+        safetensors = folder / "unet" / "diffusion_pytorch_model.safetensors"
+        weights = safetensors.with_suffix(".bin")
+        torch.save({**load_file(safetensors), "unused": torch.zeros(100_000)}, weights)
+        safetensors.unlink()
+        weights.write_bytes(weights.read_bytes()[:-300])
+        with pytest.raises(OSError, match=r"the weights in .* are damaged, or were not downloaded to their end"):
             load(folder)
 
     def test_a_half_downloaded_text_encoder(self, build, tiny_clip, tmp_path):
