@@ -1,7 +1,7 @@
 """
 When is training with scaled skips faster, and by how much?
 
-    python benchmarks/convergence.py [--parts A C D] [--jobs 2] [--data /usr/share/datasets/fashion-mnist]
+    python benchmarks/convergence.py [--parts A C D E] [--jobs 2] [--data /usr/share/datasets/fashion-mnist]
     python benchmarks/convergence.py --quick      three methods, one seed, 1,000 steps: ten minutes on two cores
     python benchmarks/convergence.py --report     only the tables and the figure, from the lines that are there
 
@@ -30,6 +30,8 @@ Parts:
   seed. (Its widths and rates were settled after A, before its own first run.)
 - D, what of CS it is: a plain model whose `skip_proj`, which reads the skips, is initialised times k, is trained at a
   rate times k, or both with all that makes it equal to CS but for clipping (benchmarks/without_factors.py).
+- E, batches of 64 with seeds 0 to 2, of the plain model and of the method that was furthest from it there. (Added once
+  that was known from C, to see whether it was the seed.)
 
 Each run is a process of one thread. Interrupted, the same command goes on. A finished run is a line of
 benchmarks/convergence.jsonl, and is not done again.
@@ -50,13 +52,14 @@ from convergence_report import draw_figure, tables, tables_of_quick
 from convergence_runs import METHODS, MODELS, SETTLED, SIZE, TRAINING, Results, Run, runs_of
 
 
+PARTS = ("A", "C", "D", "E")
 DEBIANS = "/usr/share/datasets/fashion-mnist"
 FIGURES = Path(__file__).parents[1] / "docs" / "images"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("A", "C", "D"), default=["A", "C", "D"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--report", action="store_true")

@@ -36,7 +36,11 @@ def tables(results: Results) -> str:
         "Other sizes": _variations(results),
         "A small U-Net": {method: _by_rate(method, "unet") for method in METHODS},
     }
-    sections = {"Tuned rates": tuned_rates(results), "A small U-Net, tuned rates": tuned_rates(results, "unet")}
+    sections = {
+        "Tuned rates": tuned_rates(results),
+        "Batches of 64": tuned_rates(results, batch_size=64),
+        "A small U-Net, tuned rates": tuned_rates(results, "unet"),
+    }
     for title, runs in compared.items():
         sections[title] = _against_plain(results, runs)
         sections[f"{title}, raw weights"] = _against_plain(results, runs, raw=True)
@@ -49,12 +53,12 @@ def tables_of_quick(results: Results) -> str:
     return _against_plain(results, {method: {f"{run.learning_rate:g}": run} for method, run in runs.items()})
 
 
-def tuned_rates(results: Results, model: str = "uvit-20") -> str:
+def tuned_rates(results: Results, model: str = "uvit-20", batch_size: int = 32) -> str:
     """Each method at its best rate, against the plain model at its own with the same seed."""
-    plain = {run.seed: run for run in _finished_seeds(results, "none", model)}
+    plain = {run.seed: run for run in _finished_seeds(results, "none", model, batch_size)}
     rows = []
     for method in METHODS:
-        runs = _finished_seeds(results, method, model)
+        runs = _finished_seeds(results, method, model, batch_size)
         if not runs:
             continue
         row = [method, f"{runs[0].learning_rate:g}", str(len(runs))]
@@ -168,9 +172,9 @@ def _median(seeds: list[Curve]) -> Curve:
     return [(step, loss) for step, loss in medians if step >= _SHOWN_FROM and math.isfinite(loss)]
 
 
-def _finished_seeds(results: Results, method: str, model: str = "uvit-20") -> list[Run]:
+def _finished_seeds(results: Results, method: str, model: str = "uvit-20", batch_size: int = 32) -> list[Run]:
     rate = results.best_rate(method, model)
-    return [] if rate is None else [run for run in seeds_of(method, rate, model) if run in results]
+    return [] if rate is None else [run for run in seeds_of(method, rate, model, batch_size) if run in results]
 
 
 def _times_as_fast(results: Results, pairs: list[tuple[Run, Run]], raw: bool = False) -> str:

@@ -30,6 +30,8 @@ SEEDS = (0, 1, 2)
 STEPS, QUICK_STEPS = 2_000, 1_000
 QUICK_METHODS = ("none", "cs 0.9", "ls per skip")
 QUICK_RATE = 1e-3
+# In part C, with batches of 64.
+FURTHEST_APART = ("none", "ls per skip, identity")
 SIZE = 28
 _IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
 _UVIT = {"_class_name": "UViTModel", **_IMAGES, "patch_size": 4, "hidden_size": 64, "num_attention_heads": 4}
@@ -163,8 +165,8 @@ def rates_of(method: str, model: str = "uvit-20") -> list[Run]:
     return [Run(method, rate, model=model) for rate in (UNET_RATES if model == "unet" else UVIT_RATES)]
 
 
-def seeds_of(method: str, rate: float, model: str = "uvit-20") -> list[Run]:
-    return [Run(method, rate, seed, model) for seed in SEEDS]
+def seeds_of(method: str, rate: float, model: str = "uvit-20", batch_size: int = 32) -> list[Run]:
+    return [Run(method, rate, seed, model, batch_size) for seed in SEEDS]
 
 
 def variations_of(method: str, rate: float) -> dict[str, Run]:
@@ -193,5 +195,8 @@ def runs_of(part: str, results: Results) -> Iterable[Run]:
     elif part == "C":
         yield from (run for method in METHODS for run in rates_of(method, "unet"))
         yield from (run for method, rate in known.items() for run in variations_of(method, rate).values())
+    elif part == "E":
+        for method in filter(known.get, FURTHEST_APART):
+            yield from seeds_of(method, known[method], batch_size=64)
     elif part == "D" and "cs 0.9" in known:
         yield from without_factors_of(known["cs 0.9"]).values()

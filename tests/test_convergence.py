@@ -67,6 +67,9 @@ def test_what_is_to_be_run_waits_for_what_it_rests_on(benchmark, results):
     seeds = [run for run in runs.runs_of("A", known) if run.seed]
     assert seeds == [runs.Run("cs 0.9", runs.UVIT_RATES[0], seed) for seed in (1, 2)]
     assert [run.of_cs for run in runs.runs_of("D", known)] == ["init", "rate", "both"]
+    assert list(runs.runs_of("E", known)) == []
+    plain = results([({"learning_rate": rate}, [1.0, 1.0, rate]) for rate in runs.UVIT_RATES])
+    assert [(run.seed, run.batch_size) for run in runs.runs_of("E", plain)] == [(0, 64), (1, 64), (2, 64)]
 
 
 def test_the_table_compares_runs_of_one_seed(benchmark, results):
