@@ -251,10 +251,11 @@ class TrainingLoop:
             # A signal that comes later is for the next step, so that all processes stop after the same one.
             self._stop_signal = self._signal or signal.SIGTERM
         self._count_nonfinite(loss, norm)
-        if math.isfinite(norm) and self.args.max_grad_norm:
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite and self.args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self.args.max_grad_norm, torch.tensor(norm).to(figures))
         # With fp16 gradients that are not finite are for the scaler, which takes a smaller scale.
-        if math.isfinite(norm) or self.accelerator.scaler is not None:
+        if is_finite or self.accelerator.scaler is not None:
             self.optimizer.step()
             if not self.accelerator.optimizer_step_was_skipped:
                 self.lr_scheduler.step()

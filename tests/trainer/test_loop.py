@@ -172,6 +172,19 @@ def test_single_infinite_losses_leave_the_weights_alone(train, metrics_of, tmp_p
     json.loads((folder / "metrics.jsonl").read_text().splitlines()[7])
 
 
+def test_a_loss_that_is_not_finite_leaves_the_weights_alone_where_its_gradients_are(train, tmp_path, monkeypatch):
+    step = TrainingLoop.step
+
+    def step_with_a_constant(loop, losses):
+        step(loop, losses + math.nan if loop.global_step == 6 else losses)
+
+    monkeypatch.setattr(TrainingLoop, "step", step_with_a_constant)
+    folder = train(tmp_path / "run", checkpointing_steps=1)
+    before, after, later = (weights_of(folder, step) for step in (6, 7, 8))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not all(torch.equal(tensor, later[name]) for name, tensor in before.items())
+
+
 def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch):
     step = TrainingLoop.step
 
