@@ -5,7 +5,7 @@ import math
 
 
 WIDTH, HEIGHT = 640, 300
-_LEFT, _TOP, _BOTTOM = 56, 12, 36
+_LEFT, _TOP, _BOTTOM = 72, 14, 36
 
 Curve = list[tuple[int, float]]
 

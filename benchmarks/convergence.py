@@ -69,7 +69,17 @@ def main():
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs are ended with it, as by Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # runs are ended with it, as by Ctrl-C
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        compare(arguments)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on")
+    except OSError as error:
+        parser.error(str(error))
+
+
+def compare(arguments: argparse.Namespace):
     arguments.folder.mkdir(parents=True, exist_ok=True)
     quick = arguments.quick
     results = Results(arguments.folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
@@ -100,12 +110,11 @@ def data_flag(data: str, folder: Path) -> str:
     import numpy as np
     from PIL import Image
 
+    datasets.disable_progress_bars()
     out = (folder / "fashion-mnist").resolve()
     out.mkdir(exist_ok=True)
     for split, stem in (("train", "train"), ("test", "t10k")):
         file = out / f"{split}.parquet"
-        if file.exists():
-            continue
         with gzip.open(Path(data, f"{stem}-images-idx3-ubyte.gz")) as images:
             pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, SIZE, SIZE)
         columns = {"image": [Image.fromarray(image) for image in pixels]}
@@ -188,6 +197,9 @@ class Team:
         if stopped is not None and "not finite" not in stopped:
             sys.exit(f"{run.name} ended with {process.returncode}: {stopped}")
         lines = [json.loads(line) for line in (self.folder / run.name / "metrics.jsonl").read_text().splitlines()]
+        steps = [line["step"] for line in lines]
+        if steps != sorted(set(steps)):
+            sys.exit(f"{self.folder / run.name} was written by two processes at once: delete it, and start again")
         evaluated = [line for line in lines if "validation_loss" in line]
         norms = [line["grad_norm"] for line in lines if line["step"] > SETTLED and line["grad_norm"] is not None]
         self.results.add(

@@ -94,10 +94,12 @@ class Results:
         self.file = file
         self._read()
 
-    def _read(self):
+    def _read(self) -> int:
+        """Returns how many bytes are whole lines: after them is one that was cut off, if anything."""
         content = self.file.read_bytes() if self.file.exists() else b""
-        self._size = content.rfind(b"\n") + 1  # after it is a line that was cut off, if anything
-        self.lines = {Run(**line["run"]): line for line in map(json.loads, content[: self._size].splitlines())}
+        size = content.rfind(b"\n") + 1
+        self.lines = {Run(**line["run"]): line for line in map(json.loads, content[:size].splitlines())}
+        return size
 
     @contextmanager
     def locked(self):
@@ -112,10 +114,10 @@ class Results:
 
     def add(self, run: Run, figures: dict[str, Any]):
         line = {"run": asdict(run), **figures, "machine": {**machine(), "threads": 1}}  # of a run
+        size = self._read()  # anew: git may have brought other lines in the hours since
         with open(self.file, "ab") as file:
-            file.truncate(self._size)
+            file.truncate(size)
             file.write(json.dumps(line).encode() + b"\n")
-            self._size = file.tell()
         self.lines[run] = line
 
     def __contains__(self, run: Run) -> bool:

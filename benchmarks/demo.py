@@ -68,9 +68,12 @@ def main():
     folder = arguments.folder.resolve()
     steps = arguments.steps
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         runs = [make_run(folder / method, method, label, steps) for method, label in RUNS.items()]
     except KeyboardInterrupt:
         sys.exit("demo: interrupted; the same command goes on")
+    except FileExistsError:
+        sys.exit(f"demo: {folder} is a file: give another --folder")
     settings = {"model": f"UViTModel({_words(MODEL)})", "max_train_steps": steps, **TRAINING}
     settings |= {"sampling": _words(SAMPLING), "images measured": SAMPLES}
     page = folder / "index.html"

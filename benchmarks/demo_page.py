@@ -54,6 +54,7 @@ thead th { color: var(--soft); } td.number { text-align: right; }
 .images img.wrong { border-color: var(--wrong); }
 pre { padding: .75rem; border: 1px solid var(--line); overflow-x: auto; } svg { width: 100%; height: auto; }
 svg text { fill: var(--soft); font-size: 12px; } .axis { stroke: var(--line); }
+@media (max-width: 40rem) { svg text { font-size: 18px; } }
 .a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); } .curve { fill: none; stroke-width: 2; }
 .key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
 .key.solid { border-top: 3px solid var(--b); }
@@ -70,7 +71,7 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) 
         _section("Norm of the gradients", _key(runs), _chart("Gradient norm over training steps", runs, norms)),
         _section("Samples", _SAMPLES_NOTE, f'<div class="pair">{"".join(map(_image_table, runs))}</div>'),
         _section("The long skips", f'<div class="pair">{"".join(map(_skip_table, runs))}</div>'),
-        _section("Load it", "<p>In the folder of this page:</p>", f"<pre><code>{html.escape(_LOADING)}</code></pre>"),
+        _section("Load it", "<p>In the folder of this page:</p>", _code(_LOADING)),
         _section("Settings", "<p>Fixed before the first run, and the same for both.</p>", _table(settings)),
         _section("Hardware and versions", _table(machine)),
     ]
@@ -103,6 +104,10 @@ pipe(["red circle", "blue star"], guidance_scale=2, num_inference_steps=25).imag
 
 def _section(title: str, *parts: str) -> str:
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+
+
+def _code(lines: str) -> str:
+    return f'<pre tabindex="0"><code>{html.escape(lines)}</code></pre>'
 
 
 def _curve(run: Run, name: str) -> Curve:

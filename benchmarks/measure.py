@@ -11,8 +11,14 @@ from collections.abc import Callable
 import torch
 
 
+# With fewer the least and the largest ratio are no interval of 95 %.
+_FEWEST_ROUNDS = 6
+
+
 def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of each function in each round; all run in every round, in a new order, so that noise hits all alike."""
+    if rounds < _FEWEST_ROUNDS:
+        raise ValueError(f"an interval of 95 % needs at least {_FEWEST_ROUNDS} rounds, got {rounds}")
     for _ in range(warmup):
         for function in functions.values():
             function()
@@ -36,8 +42,6 @@ def paired_ratio(times: list[float], baseline: list[float]) -> dict[str, float]:
     # The largest rank whose tail of a binomial with p = 1/2 is at most 2.5 %.
     tails = [sum(math.comb(n, i) for i in range(rank + 1)) / 2**n for rank in range(n // 2)]
     rank = sum(tail <= 0.025 for tail in tails) - 1
-    if rank < 0:
-        raise ValueError(f"an interval of 95 % needs at least 6 rounds, got {n}")
     return {"ratio": statistics.median(ratios), "low": ratios[rank], "high": ratios[n - 1 - rank]}
 
 

@@ -1,8 +1,14 @@
 """The processes of `accelerate launch` or torchrun, or the only one where there is no launch."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
+
+
+Result = TypeVar("Result")
 
 
 def processes() -> PartialState:
@@ -10,3 +16,22 @@ def processes() -> PartialState:
     # Left to itself, accelerate does not join processes on CPUs: each would take itself for the main one.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     return PartialState(cpu=on_cpu)
+
+
+def on_every_process(function: Callable[[], Result]) -> Result:
+    """
+    Run a function in all processes, each with work of its own. Where it fails in one it fails in all, with the same
+    reason: none waits for ever for what will not come.
+    """
+    processes()  # which joins them, where nothing did before
+    result = error = None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    reasons = gather_object([None if error is None else " ".join(str(error).split()) or type(error).__name__])
+    if error is not None:
+        raise error
+    for reason in filter(None, reasons):
+        raise ValueError(reason)
+    return result

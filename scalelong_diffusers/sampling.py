@@ -1,6 +1,7 @@
 """What `scalelong sample` does: a folder of images, each of which depends on the seed and its own number alone."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from scalelong_diffusers.data.images import SAMPLE_GRID, SAMPLE_SETTINGS
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
@@ -40,11 +42,9 @@ SCHEDULERS = {
     "pndm": ("PNDMScheduler", {}),
     "unipc": ("UniPCMultistepScheduler", {}),
 }
-SETTINGS_FILE = "sample.json"
-GRID_FILE = "grid.png"
 GRID_IMAGES = 64
-# Where the model was, which is kept for people alone: its checksums say whether it is the same.
-NOTED_ONLY = ("model", "revision")
+# Kept to be read: checksums say whether the model is the same, wherever it was, and the others follow from the rest.
+NOTED_ONLY = ("model", "revision", "sampler", "guidance_scale")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class Sampling:
             pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
         if settings.guidance is not None:
             pipe.set_guidance(settings.guidance)
-        self._told = _settings_for(folder, {**dataclasses.asdict(settings), **_checksums(pipe)}, n)
+        noted = {"sampler": type(pipe.scheduler).__name__, "guidance_scale": _guidance_scale(pipe, settings)}
+        _refuse_what_is_no_folder(folder)
+        self._told = _settings_for(folder, {**dataclasses.asdict(settings), **noted, **_checksums(pipe)}, n)
 
     def make(self) -> int:
         """
@@ -99,14 +101,14 @@ class Sampling:
         team.wait_for_everyone()
         if team.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / SETTINGS_FILE, self._told)
+            write_json(self.folder / SAMPLE_SETTINGS, self._told)
         team.wait_for_everyone()
         self._make_share(missing)
         team.wait_for_everyone()
         if team.is_main_process:
             columns = len(self._values) if 1 < len(self._values) <= 16 else None
             shown = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.n, GRID_IMAGES))]
-            save_image(grid(shown, columns), self.folder / GRID_FILE)
+            save_image(grid(shown, columns), self.folder / SAMPLE_GRID)
         return len(missing)
 
     def _make_share(self, missing: list[int]):
@@ -197,15 +199,29 @@ def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> tuple[str, 
     return "batch_size", []
 
 
+def _guidance_scale(pipe: SamplingPipeline, settings: SampleSettings) -> float | None:
+    """What it is, also where it is left to the pipeline; None for a model without."""
+    parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+    return settings.guidance if parameter is None or settings.guidance is not None else parameter.default
+
+
+def _refuse_what_is_no_folder(folder: Path):
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{folder} can not be a folder of images: {there} is a file; give another --out")
+
+
 def _settings_for(folder: Path, settings: dict[str, Any], n: int) -> dict[str, Any]:
     """What the folder's images are noted to be made with. Those that are there have to be of the same settings."""
-    if any(folder.glob("*.png")) and not (folder / SETTINGS_FILE).is_file():
-        raise ValueError(f"{folder} has images, but no {SETTINGS_FILE} that says how they were made: take another")
+    before = noted_settings(folder)
+    if before is None and (any(folder.glob("*.png")) or (folder / SAMPLE_SETTINGS).exists()):
+        raise ValueError(
+            f"{folder} has images or a {SAMPLE_SETTINGS} that `scalelong sample` did not make: give another --out"
+        )
     there = [int(file.stem) for file in folder.glob("*.png") if file.stem.isdecimal()]
     # Settings without images may be those of a call that was refused, and count for nothing.
     if not there:
         return settings
-    before = read_json(folder, SETTINGS_FILE)
     prompts = _prompts_of_both(before.get("prompt"), there, settings["prompt"], range(n))
     if prompts is not None:
         before, settings = ({**told, "prompt": prompts} for told in (before, settings))
@@ -233,8 +249,9 @@ def _prompts_of_both(
 
 def noted_settings(folder: Path) -> dict[str, Any] | None:
     """What the images of a folder were made with; None where `scalelong sample` did not make them."""
-    noted = read_json(folder, SETTINGS_FILE)
-    return noted if noted is not None and SampleSettings.__dataclass_fields__.keys() <= noted.keys() else None
+    noted = read_json(folder, SAMPLE_SETTINGS) if folder.is_dir() else None
+    names = {*SampleSettings.__dataclass_fields__, *NOTED_ONLY}
+    return noted if noted is not None and names <= noted.keys() else None
 
 
 def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):

@@ -179,6 +179,18 @@ def test_a_line_that_was_cut_off_is_written_anew(benchmark, results):
     assert list(runs.Results(file).lines) == [runs.Run("none", 1e-3), runs.Run("cs 0.9", 1e-3)]
 
 
+def test_lines_that_came_from_elsewhere_meanwhile_are_kept(benchmark, results):
+    runs = benchmark("convergence_runs")
+    found = results([({}, [1.0, 0.5]), ({"seed": 1}, [1.0, 0.5])])
+    lines = found.file.read_text().splitlines(keepends=True)
+    for elsewhere in (lines[:1], [*lines, lines[0].replace('"seed": 0', '"seed": 5')]):
+        found.file.write_text("".join(elsewhere))
+        found.add(runs.Run("cs 0.9", 1e-3, seed=len(elsewhere)), {"stopped": None, "evaluations": []})
+        written = found.file.read_text().splitlines(keepends=True)
+        assert written[:-1] == elsewhere
+        assert json.loads(written[-1])["run"]["seed"] == len(elsewhere)
+
+
 def test_only_one_process_adds_lines(benchmark, results):
     found = results([])
     again = benchmark("convergence_runs").Results(found.file)
@@ -196,6 +208,7 @@ def test_only_one_process_adds_lines(benchmark, results):
     [
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--quick", "--data", "/no/such/folder"], "there is no folder /no/such/folder: apt-get install dataset-fash"),
+        (["--quick", "--folder", __file__], "File exists"),
     ],
 )
 def test_what_can_not_be_is_said_at_once(project_root, tmp_path, words, sentence):
@@ -258,6 +271,20 @@ def team(benchmark, tmp_path):
         return convergence.Team(tmp_path / "runs", data, runs.Results(tmp_path / "results.jsonl"), jobs=1)
 
     return make
+
+
+@pytest.mark.slow
+def test_a_log_that_two_processes_wrote_is_no_result(benchmark, team, tmp_path):
+    runs = benchmark("convergence_runs")
+    run = runs.Run("none", 1e-3, model="uvit-12", batch_size=4, steps=2)
+    log = tmp_path / "runs" / run.name / "metrics.jsonl"
+    members = team()
+    process = members._start(run)
+    assert process.wait() == 0, members._errors(run).read_text()
+    log.write_text(log.read_text() + log.read_text().splitlines()[0] + "\n")
+    with pytest.raises(SystemExit, match="was written by two processes at once"):
+        members._collect(run, process)
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 @pytest.mark.slow

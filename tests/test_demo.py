@@ -41,8 +41,17 @@ def demo(tmp_path_factory):
     assert not (folder / "index.html").exists()
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    # The rest of one training and the whole of the other, each with a bar that says what time is left.
-    assert len(re.findall(rf"\b{STEPS}/{STEPS} steps \[[0-9:]+<00:00\]", again.stderr)) >= 2
+    # The rest of one training and the whole of the other, each with a bar that says what time is left, and both
+    # samplings, too.
+    assert again.stdout.count("training the model") == 2
+    bars = re.split(r"(?=/images: +0%)", again.stderr)
+    assert len(bars) == 3
+    for bar, of in zip(bars, ("training", "training and sampling", "sampling")):
+        assert ("steps [" in bar) == ("training" in of), bar
+        if "training" in of:
+            assert re.search(rf"\b{STEPS}/{STEPS} steps \[[0-9:]+<00:00\]", bar), bar
+        if "sampling" in of:
+            assert re.search(r"/images: 100%.* 120/120 images \[[0-9:]+<00:00\]", bar), bar
     return folder
 
 
@@ -155,10 +164,16 @@ def test_it_fits_a_phone(opened):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     # What is wider scrolls by itself, and can be reached by the keyboard.
     wide = page.evaluate(
-        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.tabIndex)"
+        "[...document.querySelectorAll('.scroll, pre')].filter(e => e.scrollWidth > e.clientWidth)"
+        ".map(e => [e.tagName, e.tabIndex])"
     )
-    assert wide
-    assert all(index == 0 for index in wide)
+    assert {name for name, _ in wide} == {"DIV", "PRE"}
+    assert all(index == 0 for _, index in wide)
+    # Numbers in the charts can be read, and none is cut off.
+    heights = page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.getBoundingClientRect().height)")
+    assert min(heights) >= 10
+    left = page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.getBoundingClientRect().left)")
+    assert min(left) >= 0
 
 
 CONTRASTS = """

@@ -248,7 +248,7 @@ class TestFoldersOfOtherImages:
         [
             ('{"model": "x', "sample.json is not valid JSON"),
             ("[]", "sample.json is not the config of"),
-            ("{}", "made with steps None, not 2"),
+            ("{}", "a sample.json that `scalelong sample` did not make"),
         ],
     )
     def test_a_damaged_or_older_note_is_refused(self, sample, nothing, tmp_path, written, message):
@@ -264,7 +264,14 @@ class TestFoldersOfOtherImages:
         Image.new("RGB", (8, 8)).save(tmp_path / "holiday.png")
         code, _, complaint = sample(nothing, "--out", tmp_path, "-n", 2, *FAST)
         assert code == 2
-        assert f"{tmp_path} has images, but no sample.json that says how they were made" in complaint
+        assert f"{tmp_path} has images or a sample.json that `scalelong sample` did not make" in complaint
+
+    def test_nothing_of_somebody_else_is_written_over(self, sample, nothing, tmp_path):
+        Image.new("RGB", (8, 8)).save(tmp_path / "grid.png")
+        mine = {"sample.json": b'{"model": "of a camera"}', "grid.png": (tmp_path / "grid.png").read_bytes()}
+        (tmp_path / "sample.json").write_bytes(mine["sample.json"])
+        assert sample(nothing, "--out", tmp_path, "-n", 2, *FAST)[0] == 2
+        assert {name: (tmp_path / name).read_bytes() for name in mine} == mine
 
 
 class TestModels:

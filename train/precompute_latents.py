@@ -25,10 +25,11 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from scalelong_diffusers.arguments import ArgumentParser
 from scalelong_diffusers.data import Batch, DataSettings, TrainingData, add_data_arguments, load_training_data
 from scalelong_diffusers.data.features import transform_of
+from scalelong_diffusers.processes import on_every_process
 from scalelong_diffusers.text.encoding import hidden_states, max_tokens, tokenize
 from scalelong_diffusers.trainer import check_processes, load_vae, mistakes_as_sentences, run_script
 from scalelong_diffusers.trainer.latents import moments_of, text_encoder_checksum, weights_checksum
-from scalelong_diffusers.trainer.loop import on_every_process, on_main_process
+from scalelong_diffusers.trainer.loop import on_main_process
 from scalelong_diffusers.trainer.precomputing import FeatureWriter, ShardToWrite
 from scalelong_diffusers.trainer.text import TextEncoder, load_named_text_encoder
 
@@ -107,7 +108,7 @@ def write(
     # In turns: what one process can not encode ends all of them then, and not when the others are through.
     turns = writer.turns(accelerator.process_index, accelerator.num_processes)
     for shard in tqdm(turns, desc="shards", disable=not accelerator.is_local_main_process):
-        on_every_process(accelerator, partial(write_shard, shard))
+        on_every_process(partial(write_shard, shard))
     size = on_main_process(accelerator, writer.finish)
     accelerator.print(f"{writer.images['description']}: {size / 2**20:,.1f} MiB of features in {args.output_dir}")
 

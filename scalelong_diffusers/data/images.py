@@ -1,5 +1,6 @@
 """Image files of any kind become arrays of the wanted size and channels."""
 
+import os
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -18,6 +19,8 @@ INTERPOLATION_MODES = {
     "box": Image.Resampling.BOX,
 }
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+# What `scalelong sample` writes beside its images: how they were made, and a grid, which is none of them.
+SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
 
 
 class BadImage(ValueError):
@@ -25,6 +28,11 @@ class BadImage(ValueError):
 
     def with_advice(self) -> "BadImage":
         return BadImage(f"{self}; on_bad_image='skip' leaves it out")
+
+
+def is_sample_grid(file: str | os.PathLike) -> bool:
+    folder, name = os.path.split(file)
+    return name == SAMPLE_GRID and os.path.isfile(os.path.join(folder, SAMPLE_SETTINGS))
 
 
 def read_image(file: str | bytes) -> Image.Image:

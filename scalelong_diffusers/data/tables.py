@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from scalelong_diffusers.data.arguments import DataSettings
-from scalelong_diffusers.data.images import BadImage, read_image
+from scalelong_diffusers.data.images import BadImage, is_sample_grid, read_image
 from scalelong_diffusers.hub import hub_errors_as_sentences
 from scalelong_diffusers.messages import near_miss
 
@@ -103,7 +103,14 @@ def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
         kind, data_files = "imagefolder", _split_images(folder)
     else:
         raise ValueError("it holds no images, no parquet files, and nothing that datasets saved")
-    return datasets.load_dataset(kind, data_files=data_files, cache_dir=settings.cache_dir)
+    loaded = datasets.load_dataset(kind, data_files=data_files, cache_dir=settings.cache_dir)
+    return loaded if kind == "parquet" else {split: _without_sample_grids(rows) for split, rows in loaded.items()}
+
+
+def _without_sample_grids(images: Dataset) -> Dataset:
+    paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
+    kept = [row for row, path in enumerate(paths) if not is_sample_grid(path)]
+    return images if len(kept) == len(paths) else images.select(kept).flatten_indices()
 
 
 def _load_saved(folder: Path) -> Dataset | DatasetDict:

@@ -1,19 +1,21 @@
 """Figures of a set of images, for the command and for training alike."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from scalelong_diffusers.evaluation.features import FeatureExtractor
 from scalelong_diffusers.evaluation.metrics import METRICS, check_metrics, distances, too_small
 from scalelong_diffusers.evaluation.reference import Reference
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
-from scalelong_diffusers.processes import processes
+from scalelong_diffusers.processes import on_every_process, processes
 
 
 def feature_statistics(
@@ -24,8 +26,12 @@ def feature_statistics(
     share, every `num_processes`-th, and all are returned the statistics of all images.
     """
     moments = Moments(features.num_features)
-    for batch in images:
-        moments.add(features(batch))
+
+    def look_at_share():
+        for batch in images:
+            moments.add(features(batch))
+
+    on_every_process(look_at_share)
     n, mean, covariance, kept = moments.finish()
     return FeatureStatistics(mean, covariance, kept, n, features.name, features.fingerprint, about or {})
 
@@ -33,12 +39,16 @@ def feature_statistics(
 def reference_statistics(
     reference: Reference, features: FeatureExtractor, cache_dir: Path, batch_size: int = 64
 ) -> tuple[FeatureStatistics, Path]:
-    """The statistics of a data set and the file that keeps them: read from there where they were computed before."""
+    """
+    The statistics of a data set and the file that keeps them: read from there where they were computed before. A file
+    that can not be written after all leaves a warning.
+    """
     team = processes()
     file = cache_dir / "statistics" / f"{reference.fingerprint(features)}.safetensors"
     # On several machines all compute where one lacks the file: none can do it alone.
     if all(gather_object([file.is_file()])):
         return FeatureStatistics.load(file), file
+    file.parent.mkdir(parents=True, exist_ok=True)  # which is refused before the long part
     transform = reference.transform
     about = {
         "reference": reference.description,
@@ -53,7 +63,10 @@ def reference_statistics(
     statistics = feature_statistics(share, features, about)
     statistics.about["unreadable"] = len(set(gather_object(list(unreadable))))
     if team.is_local_main_process:
-        statistics.save(file)
+        try:
+            statistics.save(file)
+        except (OSError, SafetensorError) as error:  # hours may be in them, and they serve this time
+            tqdm.write(f"warning: the statistics of the reference are not kept: {error}", file=sys.stderr)
     team.wait_for_everyone()
     return statistics, file
 

@@ -88,7 +88,7 @@ class TransformersFeatures:
         self._mean_of_tokens = bool(missing)
         self.name = Path(source).resolve().name if os.path.isdir(source) else source
         self.fingerprint = _fingerprint(self._model, self._processor, missing)
-        self.num_features = self(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).shape[1]
+        self.num_features = self._try(source)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
@@ -103,6 +103,21 @@ class TransformersFeatures:
             tokens = output.last_hidden_state  # or (batch, channels, height, width)
             return (tokens.mean(1) if tokens.ndim == 3 else tokens.mean((2, 3))).float()
         return pooled.flatten(1).float()
+
+    def _try(self, source: str) -> int:
+        """How many features there are; networks that have none of an image, or others each time, are refused."""
+        noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        name = type(self._model).__name__
+        try:
+            once, again = self(noise), self(noise)
+        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            raise ValueError(f"{source} gives no features of an image: {name} ends with {error}") from error
+        if not torch.allclose(once, again, rtol=1e-3, atol=1e-3 * once.abs().max().item()):
+            raise ValueError(
+                f"{source} gives other features of the same image each time: {name} is random, as those are that mask "
+                "a part of the image"
+            )
+        return once.shape[1]
 
 
 def _load_processor(source: str, revision: str | None):
@@ -132,7 +147,7 @@ def _load_vision_model(source: str, revision: str | None) -> tuple[nn.Module, li
         model, info = AutoModel.from_pretrained(
             source, revision=revision, dtype=torch.float32, output_loading_info=True
         )
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{source} can not be loaded as a model of transformers: {error}") from error
     finally:
         logging.set_verbosity(verbosity)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong_diffusers.data.images import BadImage, read_image, some_of, with_channels
+from scalelong_diffusers.data.images import BadImage, is_sample_grid, read_image, some_of, with_channels
 from scalelong_diffusers.data.sources import fixed_order
-from scalelong_diffusers.sampling import GRID_FILE, image_file, noted_settings
+from scalelong_diffusers.sampling import image_file, noted_settings
 
 
 class ImageFiles:
@@ -35,10 +35,14 @@ class ImageFiles:
         another, which may be sorted by classes, in a fixed random order.
         """
         folder = Path(folder)
+        if (folder / "metrics.jsonl").exists():  # whose grids of samples would pass for images
+            raise ValueError(
+                f"{folder} is the folder of a training run without a pipeline (model_index.json): let the run end, or "
+                "give a folder of images"
+            )
         files = sorted(path for path in folder.rglob("*") if _is_image(path.relative_to(folder)) and path.is_file())
-        if noted_settings(folder) is not None:
-            files = [path for path in files if path != folder / GRID_FILE]
-        else:
+        files = [path for path in files if not is_sample_grid(path)]
+        if noted_settings(folder) is None:
             files = [files[k] for k in fixed_order(len(files))]
         if not files:
             raise ValueError(f"{folder} is neither a pipeline (it has no model_index.json) nor a folder of images")

@@ -75,7 +75,7 @@ def kernel_distance(one: FeatureStatistics, other: FeatureStatistics, seed: int 
     metric.update(one.kept.double(), real=True)
     metric.update(other.kept.double(), real=False)
     with torch.random.fork_rng(devices=[]):  # torchmetrics draws from torch's own generator
-        torch.manual_seed(seed_for(seed, "kid"))
+        torch.default_generator.manual_seed(seed_for(seed, "kid"))  # and not those of GPUs
         mean, deviation = metric.compute()
     return mean.item(), deviation.item()
 

@@ -1,6 +1,5 @@
 """What `scalelong evaluate` does: from a pipeline or a folder of images to figures and all that they depend on."""
 
-import inspect
 import json
 import platform
 from dataclasses import dataclass, field
@@ -176,25 +175,15 @@ def evaluate_pipeline(
     images = Sampling(pipe, settings, out, n, evaluation.batch_size)
     statistics = evaluation.statistics(reference)
     images.make()
-    about = {
-        "model": model,
-        "revision": settings.revision,
-        "sampler": type(pipe.scheduler).__name__,
-        "steps": settings.steps,
-        "guidance": _guidance(pipe, settings),
-        "seed": settings.seed,
-        "dtype": settings.dtype,
-        "ema": _ema(model),
-    }
-    return evaluation.measure(ImageFiles.sampled(out, n), statistics, about, out)
+    return evaluation.measure(ImageFiles.sampled(out, n), statistics, _about_samples(noted_settings(out)), out)
 
 
 def _about_samples(noted: dict[str, Any] | None) -> dict[str, Any]:
     """What `scalelong sample` noted of its images."""
     if noted is None:
         return {}
-    about = {name: noted[name] for name in ("model", "revision", "steps", "guidance", "seed", "dtype")}
-    return {**about, "sampler": noted["scheduler"], "ema": _ema(noted["model"])}
+    about = {name: noted[name] for name in ("model", "revision", "sampler", "steps", "seed", "dtype")}
+    return {**about, "guidance": noted["guidance_scale"], "ema": _ema(noted["model"])}
 
 
 def _channels(pipe: SamplingPipeline) -> int:
@@ -220,15 +209,12 @@ def _lines(file: Path) -> list[str]:
     return lines
 
 
-def _guidance(pipe: SamplingPipeline, settings: SampleSettings) -> float | None:
-    """What it was, also where it was left to the pipeline; None for a model without."""
-    parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-    return settings.guidance if parameter is None or settings.guidance is not None else parameter.default
-
-
 def _ema(model: str) -> bool | None:
     """Whether the weights are averaged, which a training run notes beside its pipeline; None where it is not known."""
-    settings = read_json(model, "settings.json") if Path(model).is_dir() else None
+    try:
+        settings = read_json(model, "settings.json") if Path(model).is_dir() else None
+    except ValueError:  # somebody else's file of that name
+        return None
     return settings and settings.get("use_ema")
 
 
@@ -242,7 +228,7 @@ def _about_reference(statistics: FeatureStatistics, reference: str, file: Path) 
         "reference_description": description,
         "reference_n": statistics.n,
         **about,
-        "statistics": str(file),
+        "statistics": str(file) if file.is_file() else None,  # None where it could not be written
     }
 
 

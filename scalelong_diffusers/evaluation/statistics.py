@@ -13,8 +13,6 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from scalelong_diffusers.processes import processes
-
 
 FORMAT_VERSION = 1
 SUFFIXES = (".safetensors", ".npz")
@@ -135,7 +133,6 @@ class Moments:
 
     def finish(self) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
         """How many there are, their mean, their covariance, and the first of them."""
-        processes()  # which joins them, where nothing did before
         counts, sums, products, kept = zip(*gather_object([(self.count, self._sum, self._products, self._kept)]))
         n = sum(counts)
         if n < 2:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from safetensors import SafetensorError
@@ -391,7 +391,8 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> An
             outcome[0] = function()
         except Exception as raised:
             error = raised
-            outcome[1] = _reason(raised)
+            exit_code = raised.exit_code if isinstance(raised, TrainingStopped) else 2
+            outcome[1] = " ".join(str(raised).split()), exit_code
     if accelerator.num_processes > 1:
         broadcast_object_list(outcome)
     if error is not None:
@@ -399,24 +400,6 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> An
     if outcome[1] is not None:
         raise TrainingStopped(*outcome[1], shared=True)
     return outcome[0]
-
-
-def on_every_process(accelerator: Accelerator, function: Callable[[], Any]):
-    """Run a function in all processes, each with work of its own; where it fails in one all fail with its reason."""
-    reason = error = None
-    try:
-        function()
-    except Exception as raised:
-        error, reason = raised, _reason(raised)
-    reasons = gather_object([reason])
-    if error is not None:
-        raise error
-    for reason in filter(None, reasons):
-        raise TrainingStopped(*reason, shared=True)
-
-
-def _reason(error: Exception) -> tuple[str, int]:
-    return " ".join(str(error).split()), error.exit_code if isinstance(error, TrainingStopped) else 2
 
 
 def _enable_gradient_checkpointing(module: nn.Module):

@@ -8,7 +8,14 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 from PIL import Image
-from transformers import ViTModel
+from transformers import (
+    VideoMAEConfig,
+    VideoMAEModel,
+    ViTImageProcessorPil,
+    ViTMAEConfig,
+    ViTMAEModel,
+    ViTModel,
+)
 
 from scalelong_diffusers import ScaleLongClassConditionalPipeline, ScaleLongUnconditionalPipeline, UViTModel
 
@@ -151,7 +158,7 @@ class TestImages:
             (["--scheduler", "ddmi"], "unknown scheduler 'ddmi' (did you mean 'ddpm'?); accepted: "),
             (["--class", "nosuch"], "--class is for models of classes, and "),
             (["--steps", 0], "steps must be at least 1, got 0"),
-            ([], "has images, but no sample.json that says how they were made"),
+            ([], "has images or a sample.json that `scalelong sample` did not make: give another --out"),
         ],
     )
     def test_what_can_not_be_made_is_said_before_the_reference_is_read(
@@ -160,6 +167,20 @@ class TestImages:
         out = tmp_path / "out" if flags else pictures(3)
         assert sentence in refused(pipeline, *flags, "--num_shapes", 20, n=2, out=out)
         assert not (tmp_path / "cache" / "statistics").exists()
+
+    def test_so_is_a_folder_that_can_be_none(self, refused, pipeline, tmp_path):
+        (tmp_path / "file").write_text("words")
+        line = refused(pipeline, "--num_shapes", 20, n=2, out=tmp_path / "file" / "out")
+        assert f"/out can not be a folder of images: {tmp_path / 'file'} is a file; give another --out" in line
+        assert not (tmp_path / "cache" / "statistics").exists()
+
+    def test_a_run_without_a_pipeline(self, refused, tmp_path):
+        (tmp_path / "run" / "samples").mkdir(parents=True)
+        for step in (1, 2):
+            Image.new("RGB", (8, 8)).save(tmp_path / "run" / "samples" / f"step-{step}.png")
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        line = refused(tmp_path / "run", "--num_shapes", 20)
+        assert "run is the folder of a training run without a pipeline (model_index.json)" in line
 
     def test_so_is_guidance_that_can_not_be(self, refused, tmp_path):
         unet = UViTModel(
@@ -199,7 +220,26 @@ class TestMetricsAndFeatures:
     def test_a_pipeline_as_features(self, refused, pictures, pipeline):
         assert "is no model of transformers: it has no config.json" in refused(pictures(3), features=pipeline)
 
-    def test_inception_without_its_package(self, refused, pictures):
+    def test_a_network_that_is_random(self, refused, pictures, tmp_path):
+        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        decoder = {f"decoder_{name}": value for name, value in size.items()}
+        network = tmp_path / "masked"
+        ViTMAEModel(ViTMAEConfig(image_size=8, patch_size=2, **size, **decoder)).save_pretrained(network)
+        ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(network)
+        line = refused(pictures(3), features=network)
+        assert "masked gives other features of the same image each time: ViTMAEModel is random" in line
+
+    def test_a_network_without_features_of_an_image(self, refused, pictures, tmp_path):
+        network = tmp_path / "film"
+        VideoMAEModel(
+            VideoMAEConfig(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        ).save_pretrained(network)
+        ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(network)
+        line = refused(pictures(3), features=network)
+        assert "film gives no features of an image: VideoMAEModel ends with " in line
+
+    def test_inception_without_its_package(self, refused, pictures, monkeypatch):
+        monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)
         line = refused(pictures(3), features=None)
         assert "features of Inception need the package torch-fidelity: pip install torch-fidelity" in line
         assert "or take a vision model of transformers as the features" in line

@@ -12,9 +12,11 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 from PIL import Image
+from safetensors import SafetensorError
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UViTModel
 from scalelong_diffusers.cli import main
+from scalelong_diffusers.data.sources import fixed_order
 from scalelong_diffusers.evaluation import (
     FeatureStatistics,
     ImageFiles,
@@ -66,11 +68,34 @@ class TestResult:
         made = measured(pipeline, *FAST, "--seed", 3, out=out)
         judged = measured(out, "--num_shapes", 20)
         assert judged["n"] == 12, "the grid is not one of the images"
-        same = ("steps", "seed", "model", "ema")
+        same = ("sampler", "steps", "guidance", "seed", "dtype", "model", "ema")
         assert {name: judged[name] for name in same} == {name: made[name] for name in same}
         assert judged["fid"] == pytest.approx(made["fid"], rel=1e-6)
         assert judged["kid"] == pytest.approx(made["kid"], rel=1e-6)
         assert measured(out, "--num_shapes", 20, "--n", 7)["n"] == 7
+
+    def test_of_a_folder_of_samples_with_itself_is_0(self, measured, pipeline, tmp_path, capsys):
+        out = tmp_path / "out"
+        assert main(["sample", str(pipeline), "--out", str(out), "-n", "5", "--steps", "1"]) == 0
+        capsys.readouterr()
+        assert (out / "grid.png").is_file()
+        result = measured(out, reference=out)
+        assert (result["n"], result["reference_n"]) == (5, 5)
+        assert abs(result["fid"]) < 1e-6
+
+    def test_statistics_that_can_not_be_kept_cost_nothing_but_themselves(self, evaluate, pictures, monkeypatch):
+        def disk_is_full(statistics, file):
+            raise SafetensorError("I/O error: No space left on device")
+
+        monkeypatch.setattr(FeatureStatistics, "save", disk_is_full)
+        code, printed, complaint = evaluate(pictures(3), "--json", "--num_shapes", 20)
+        assert code == 0
+        assert json.loads(printed)["statistics"] is None
+        assert "warning: the statistics of the reference are not kept: I/O error: No space left" in complaint
+
+    def test_a_settings_json_of_something_else_beside_the_pipeline(self, measured, pipeline, tmp_path):
+        (pipeline / "settings.json").write_text("[]")
+        assert measured(pipeline, *FAST, out=tmp_path / "out")["ema"] is None
 
     def test_that_can_not_be_written_is_printed(self, measured, pictures):
         folder = pictures(3)
@@ -277,6 +302,20 @@ class TestGoingOn:
         assert together["reference_n"] == 20
         assert together["fid"] == pytest.approx(alone["fid"], rel=1e-3)
         assert together["kid"] == pytest.approx(alone["kid"], rel=1e-3)
+
+    @pytest.mark.slow
+    def test_what_one_process_can_not_read_is_said_by_all(self, pictures, network, tmp_path):
+        reference = pictures(4, "data")
+        broken = reference / f"{fixed_order(4)[1]:03d}.png"  # the first of the second process
+        broken.write_bytes(b"no image")
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m"]
+        command = [sys.executable, *launch, "scalelong_diffusers.cli", "evaluate", pictures(4), "--batch_size", 1]
+        command += ["--reference", reference, "--features", network, "--cache_dir", tmp_path / "cache"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1", "PYTHONWARNINGS": "ignore"}
+        code, _, complaint = finished(command, env)
+        assert code != 0
+        assert complaint.count(f"{broken} can not be read") == 2
+        assert "gloo" not in complaint
 
 
 def test_help_brings_in_nothing_that_evaluation_needs(in_fresh_process):

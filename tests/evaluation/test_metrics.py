@@ -120,6 +120,12 @@ class TestKid:
         assert kernel_distance(one, other, seed=3) == first
         assert kernel_distance(one, other, seed=4) != first
 
+    def test_leaves_the_generators_of_gpus_as_they_are(self, monkeypatch):
+        seeded = []
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+        kernel_distance(statistics_of(normal(10, 2)), statistics_of(normal(10, 2, seed=1)))
+        assert seeded == []
+
     def test_needs_features(self):
         whole = statistics_of(normal(10, 2))
         with pytest.raises(ValueError, match="their mean and covariance alone"):
