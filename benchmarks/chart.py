@@ -4,26 +4,37 @@ import html
 import math
 
 
-WIDTH, HEIGHT = 640, 300
-_LEFT, _TOP, _BOTTOM = 72, 14, 36
+WIDTH, HEIGHT = 640, 320
+_LEFT, _TOP, _BOTTOM = 72, 30, 56
 
 Curve = list[tuple[int, float]]
 
 
-def chart(curves: dict[str, Curve], right: int = 12, labels: dict[str, str] | None = None) -> str:
+def chart(
+    curves: dict[str, Curve],
+    name: str,
+    first: int = 0,
+    right: int = 12,
+    labels: dict[str, str] | None = None,
+    thin: dict[str, list[Curve]] | None = None,
+) -> str:
     """
-    The inside of an `svg` with a view box of WIDTH x HEIGHT: the curves over each other, with a logarithmic scale.
+    The inside of an `svg` with a view box of WIDTH x HEIGHT: the curves over each other, from step `first` on, with a
+    logarithmic scale. `name` is that of the values.
 
     `curves` are by their classes in the style sheet, and so are `labels`, which stand at the curves' ends, in a margin
-    of width `right`. The style sheet has the class "axis", too, and says what text looks like.
+    of width `right`, and `thin`, the curves behind the others, which have the class "thin", too. The style sheet has
+    the class "axis", and says what text looks like.
     """
-    last = max(step for curve in curves.values() for step, _ in curve)
-    values = [math.log10(value) for curve in curves.values() for _, value in curve]
+    lines = [(style, curve) for style, several in (thin or {}).items() for curve in several]
+    lines = [(f"thin {style}", curve) for style, curve in lines] + list(curves.items())
+    last = max(step for _, curve in lines for step, _ in curve)
+    values = [math.log10(value) for _, curve in lines for _, value in curve]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
 
     def x(step: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - right) * step / last
+        return _LEFT + (WIDTH - _LEFT - right) * (step - first) / (last - first)
 
     def y(logarithm: float) -> float:
         return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - logarithm) / span
@@ -35,10 +46,14 @@ def chart(curves: dict[str, Curve], right: int = 12, labels: dict[str, str] | No
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{height:.1f}" y2="{height:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{level:g}</text>')
     for k in range(5):
-        step = last * k / 4
+        step = first + (last - first) * k / 4
         anchor = "end" if k == 4 else "middle"
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 14}" text-anchor="{anchor}">{step:.0f}</text>')
-    for style, curve in curves.items():
+        parts.append(f'<text x="{x(step):.1f}" y="{base + 20}" text-anchor="{anchor}">{step:.0f}</text>')
+    parts.append(f'<text x="0" y="{_TOP - 14}">{html.escape(name)}</text>')
+    parts.append(
+        f'<text x="{(_LEFT + WIDTH - right) / 2}" y="{HEIGHT - 10}" text-anchor="middle">training step</text>'
+    )
+    for style, curve in lines:
         points = " ".join(f"{x(step):.1f},{y(math.log10(value)):.1f}" for step, value in curve)
         parts.append(f'<polyline class="curve {style}" points="{points}"/>')
     if labels:

@@ -20,8 +20,14 @@ from convergence_runs import (
 )
 
 
-# In the figure: as many as can be told apart. The last one was taken in once it was known to be the best.
-SHOWN = ("none", "cs 0.9", "ls per skip", "ls per skip, identity")
+# In the figure, by what it calls them: as many as can be told apart. The last one was taken in once it was known to be
+# best.
+SHOWN = {
+    "none": "plain",
+    "cs 0.9": "CS, kappa 0.9",
+    "ls per skip": "LS, gates from near 0.5",
+    "ls per skip, identity": "LS, gates from 1",
+}
 
 STANDS_FOR_FACTORS = {
     "init": "initialised times k",
@@ -120,13 +126,12 @@ def _against_plain(results: Results, runs: dict[str, dict[str, Run]], raw: bool 
 def draw_figure(results: Results, folder: Path):
     """Of the methods that the figure shows, as far as their best rates are known, and once there are two of them."""
     curves = {}
-    for method in SHOWN:
+    for method, name in SHOWN.items():
         runs = _finished_seeds(results, method)
         whole = [run for run in runs if not results.diverged(run)]
         if whole:
-            seeds = len(runs) if len(whole) == len(runs) else f"{len(whole)} of {len(runs)}"
-            label = f"{method}, {seeds} seed{'s' if len(runs) > 1 else ''}"
-            curves[label] = [results.evaluations(run) for run in whole]
+            seeds = "" if len(whole) == len(runs) else f", {len(whole)} of {len(runs)} seeds"
+            curves[name + seeds] = [results.evaluations(run) for run in whole]
     if len(curves) > 1:
         folder.mkdir(exist_ok=True)
         for name, dark in {"light": False, "dark": True}.items():
@@ -134,9 +139,9 @@ def draw_figure(results: Results, folder: Path):
 
 
 def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
-    """Validation loss over the steps, the median of the seeds for each method, as an image of its own."""
-    medians = {name: _median(seeds) for name, seeds in curves.items()}
-    styles = {name: f"c{k}" for k, name in enumerate(medians)}
+    """Validation loss over the steps as an image of its own: each seed thin, the median of a method's seeds thick."""
+    curves = {name: [_shown_part(curve) for curve in seeds] for name, seeds in curves.items()}
+    styles = {name: f"c{k}" for k, name in enumerate(curves)}
     text, line, colours = _DARK if dark else _LIGHT
     strokes = "".join(
         f".curve.{style} {{ stroke: {colour}; stroke-dasharray: {dashes}; }} text.{style} {{ fill: {colour}; }} "
@@ -145,11 +150,15 @@ def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
     style = (
         f"text {{ fill: {text}; font: 12px system-ui, sans-serif; }} .axis {{ stroke: {line}; }} "
         f".curve {{ fill: none; stroke-width: 2; }} {strokes}"
+        ".curve.thin { stroke-width: 1; stroke-dasharray: none; opacity: 0.35; }"
     )
     drawing = chart(
-        {styles[name]: curve for name, curve in medians.items()},
-        right=205,
-        labels={styles[name]: name for name in medians},
+        {styles[name]: _median(seeds) for name, seeds in curves.items()},
+        "validation loss of the averaged weights",
+        first=_SHOWN_FROM,
+        right=165,
+        labels={styles[name]: name for name in curves},
+        thin={styles[name]: seeds for name, seeds in curves.items() if len(seeds) > 1},
     )
     title = "Validation loss over training steps"
     return (
@@ -165,11 +174,12 @@ _DASHES = ("7 4", "none", "2 3", "10 3 2 3")
 _SHOWN_FROM = 400
 
 
+def _shown_part(curve: Curve) -> Curve:
+    return [(step, loss) for step, loss in curve if step >= _SHOWN_FROM]
+
+
 def _median(seeds: list[Curve]) -> Curve:
-    steps = [step for step, _ in seeds[0]]
-    losses = zip(*([loss for _, loss in curve] for curve in seeds))
-    medians = zip(steps, map(statistics.median, losses))
-    return [(step, loss) for step, loss in medians if step >= _SHOWN_FROM and math.isfinite(loss)]
+    return [(together[0][0], statistics.median(loss for _, loss in together)) for together in zip(*seeds)]
 
 
 def _finished_seeds(results: Results, method: str, model: str = "uvit-20", batch_size: int = 32) -> list[Run]:

@@ -67,8 +67,8 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) 
     kappa = runs[1].skips.config.kappa
     sections = [
         _section("What was measured", _results(runs)),
-        _section("Validation loss", _key(runs), _chart("Validation loss over training steps", runs, losses)),
-        _section("Norm of the gradients", _key(runs), _chart("Gradient norm over training steps", runs, norms)),
+        _section("Validation loss", _key(runs), _chart("Validation loss", runs, losses)),
+        _section("Norm of the gradients", _key(runs), _chart("Gradient norm", runs, norms)),
         _section("Samples", _SAMPLES_NOTE, f'<div class="pair">{"".join(map(_image_table, runs))}</div>'),
         _section("The long skips", f'<div class="pair">{"".join(map(_skip_table, runs))}</div>'),
         _section("Load it", "<p>In the folder of this page:</p>", _code(_LOADING)),
@@ -157,10 +157,10 @@ def _key(runs: list[Run]) -> str:
     return f'<p><span class="key"></span> {plain} &nbsp; <span class="key solid"></span> {scaled}</p>'
 
 
-def _chart(title: str, runs: list[Run], curves: list[Curve]) -> str:
+def _chart(name: str, runs: list[Run], curves: list[Curve]) -> str:
     ends = "; ".join(f"{run.label}: {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for run, curve in zip(runs, curves))
-    label = html.escape(f"{title}. {ends}.")
-    drawing = chart(dict(zip("ab", curves)))
+    label = html.escape(f"{name} over training steps. {ends}.")
+    drawing = chart(dict(zip("ab", curves)), name.lower())
     return (
         f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawing}</svg>'
         f"<figcaption>{label} The scale is logarithmic.</figcaption></figure>"

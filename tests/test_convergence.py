@@ -240,7 +240,8 @@ def test_the_figure_is_an_image_of_its_own_in_light_and_dark(benchmark, results,
     for name in ("light", "dark"):
         svg = (tmp_path / f"convergence-{name}.svg").read_text()
         assert svg.count("<polyline") == 2
-        assert ">cs 0.9, 1 seed</text>" in svg
+        assert ">CS, kappa 0.9</text>" in svg
+        assert ">validation loss of the averaged weights</text>" in svg
         assert not re.search(r"(href|src|url)", svg)
 
 
