@@ -38,12 +38,14 @@ STANDS_FOR_FACTORS = {
 
 def tables(results: Results) -> str:
     compared = {
-        "Equal rates": {method: _by_rate(method, "uvit-20") for method in METHODS},
+        "Equal rates": {method: _by_rate(method) for method in METHODS},
+        "The optimizer of U-ViT": {method: _by_rate(method, as_uvit=True) for method in METHODS},
         "Other sizes": _variations(results),
         "A small U-Net": {method: _by_rate(method, "unet") for method in METHODS},
     }
     sections = {
         "Tuned rates": tuned_rates(results),
+        "The optimizer of U-ViT, tuned rates": tuned_rates(results, as_uvit=True),
         "Batches of 64": tuned_rates(results, batch_size=64),
         "A small U-Net, tuned rates": tuned_rates(results, "unet"),
     }
@@ -59,12 +61,12 @@ def tables_of_quick(results: Results) -> str:
     return _against_plain(results, {method: {f"{run.learning_rate:g}": run} for method, run in runs.items()})
 
 
-def tuned_rates(results: Results, model: str = "uvit-20", batch_size: int = 32) -> str:
+def tuned_rates(results: Results, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False) -> str:
     """Each method at its best rate, against the plain model at its own with the same seed."""
-    plain = {run.seed: run for run in _finished_seeds(results, "none", model, batch_size)}
+    plain = {run.seed: run for run in _finished_seeds(results, "none", model, batch_size, as_uvit)}
     rows = []
     for method in METHODS:
-        runs = _finished_seeds(results, method, model, batch_size)
+        runs = _finished_seeds(results, method, model, batch_size, as_uvit)
         if not runs:
             continue
         row = [method, f"{runs[0].learning_rate:g}", str(len(runs))]
@@ -92,8 +94,8 @@ def without_factors(results: Results) -> str:
     return _table(("instead of the factors", "final loss, averaged weights", "raw weights"), rows)
 
 
-def _by_rate(method: str, model: str) -> dict[str, Run]:
-    return {f"{run.learning_rate:g}": run for run in rates_of(method, model)}
+def _by_rate(method: str, model: str = "uvit-20", as_uvit: bool = False) -> dict[str, Run]:
+    return {f"{run.learning_rate:g}": run for run in rates_of(method, model, as_uvit)}
 
 
 def _variations(results: Results) -> dict[str, dict[str, Run]]:
@@ -182,9 +184,12 @@ def _median(seeds: list[Curve]) -> Curve:
     return [(together[0][0], statistics.median(loss for _, loss in together)) for together in zip(*seeds)]
 
 
-def _finished_seeds(results: Results, method: str, model: str = "uvit-20", batch_size: int = 32) -> list[Run]:
-    rate = results.best_rate(method, model)
-    return [] if rate is None else [run for run in seeds_of(method, rate, model, batch_size) if run in results]
+def _finished_seeds(
+    results: Results, method: str, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False
+) -> list[Run]:
+    rate = results.best_rate(method, model, as_uvit)
+    others = {"model": model, "batch_size": batch_size, "as_uvit": as_uvit}
+    return [] if rate is None else [run for run in seeds_of(method, rate, **others) if run in results]
 
 
 def _times_as_fast(results: Results, pairs: list[tuple[Run, Run]], raw: bool = False) -> str:

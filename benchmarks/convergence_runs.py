@@ -26,6 +26,9 @@ METHODS = {
 }
 UVIT_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 UNET_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+# In part F.
+AS_UVIT = {"adam_beta1": 0.99, "adam_beta2": 0.999, "max_grad_norm": 0}
+AS_UVIT_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)
 STEPS, QUICK_STEPS = 2_000, 1_000
 QUICK_METHODS = ("none", "cs 0.9", "ls per skip")
@@ -70,7 +73,7 @@ SETTLED = 500
 
 @dataclass(frozen=True)
 class Run:
-    """`of_cs` is of part D: what stands for the factors."""
+    """`of_cs` is of part D: what stands for the factors. `as_uvit` is of part F: by the optimizer of U-ViT."""
 
     method: str
     learning_rate: float
@@ -79,10 +82,12 @@ class Run:
     batch_size: int = 32
     steps: int = STEPS
     of_cs: str | None = None
+    as_uvit: bool = False
 
     @property
     def name(self) -> str:
-        words = (self.model, self.method, self.of_cs, f"{self.learning_rate:g}", f"batch{self.batch_size}")
+        optimizer = "as_uvit" if self.as_uvit else None
+        words = (self.model, self.method, self.of_cs, optimizer, f"{self.learning_rate:g}", f"batch{self.batch_size}")
         name = "-".join([*filter(None, words), f"seed{self.seed}", f"{self.steps}"])
         return name.replace(" ", "_").replace(",", "")
 
@@ -147,9 +152,9 @@ class Results:
                 return three[0][0]
         return None
 
-    def best_rate(self, method: str, model: str = "uvit-20") -> float | None:
+    def best_rate(self, method: str, model: str = "uvit-20", as_uvit: bool = False) -> float | None:
         """That of the lowest final loss; None before all rates are there."""
-        runs = rates_of(method, model)
+        runs = rates_of(method, model, as_uvit)
         if not all(run in self for run in runs):
             return None
         return min(runs, key=self.final_loss).learning_rate
@@ -163,12 +168,13 @@ def quick_run(method: str) -> Run:
     return Run(method, QUICK_RATE, steps=QUICK_STEPS)
 
 
-def rates_of(method: str, model: str = "uvit-20") -> list[Run]:
-    return [Run(method, rate, model=model) for rate in (UNET_RATES if model == "unet" else UVIT_RATES)]
+def rates_of(method: str, model: str = "uvit-20", as_uvit: bool = False) -> list[Run]:
+    rates = UNET_RATES if model == "unet" else AS_UVIT_RATES if as_uvit else UVIT_RATES
+    return [Run(method, rate, model=model, as_uvit=as_uvit) for rate in rates]
 
 
-def seeds_of(method: str, rate: float, model: str = "uvit-20", batch_size: int = 32) -> list[Run]:
-    return [Run(method, rate, seed, model, batch_size) for seed in SEEDS]
+def seeds_of(method: str, rate: float, **others) -> list[Run]:
+    return [Run(method, rate, seed, **others) for seed in SEEDS]
 
 
 def variations_of(method: str, rate: float) -> dict[str, Run]:
@@ -202,3 +208,9 @@ def runs_of(part: str, results: Results) -> Iterable[Run]:
             yield from seeds_of(method, known[method], batch_size=64)
     elif part == "D" and "cs 0.9" in known:
         yield from without_factors_of(known["cs 0.9"]).values()
+    elif part == "F":
+        yield from (run for method in METHODS for run in rates_of(method, as_uvit=True))
+        for method in METHODS:
+            rate = results.best_rate(method, as_uvit=True)
+            if rate is not None:
+                yield from seeds_of(method, rate, as_uvit=True)
