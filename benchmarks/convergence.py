@@ -62,13 +62,18 @@ FIGURES = Path(__file__).parents[1] / "docs" / "images"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--data", default=DEBIANS, help="a folder with Fashion-MNIST, or its id on the Hub")
-    parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
+    add = parser.add_argument
+    of_a = "all by default; B is taken from the runs of A"
+    add("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; {of_a}")
+    names = ", ".join(f'"{name}"' for name in METHODS)
+    add("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME", help=f"of {names}")
+    add("--quick", action="store_true", help="a few runs, kept apart from the others")
+    add(
+        "--report", action="store_true", help="do no run: print the tables and draw the figure of those that are there"
+    )
+    add("--jobs", type=int, default=os.cpu_count(), help="how many runs at a time (default: one for each core)")
+    add("--data", default=DEBIANS, help="a folder with Fashion-MNIST, or its id on the Hub (default %(default)s)")
+    add("--folder", type=Path, default=Path("runs/convergence"), help="of the runs (default %(default)s)")
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")

@@ -53,10 +53,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_const", dest="steps", const=QUICK_STEPS, help=f"{QUICK_STEPS} steps")
-    length.add_argument("--steps", type=int, help=f"of each training (default {STEPS})")
+    length.add_argument("--steps", type=int, help=f"of each training (default {STEPS}, at least 10)")
     parser.add_argument("--folder", type=Path, help="runs/demo by default, and runs/demo-N for N steps")
     parser.set_defaults(steps=STEPS)
     arguments = parser.parse_args(argv)
+    if arguments.steps < TRAINING["logging_steps"]:
+        parser.error(f"--steps must be at least {TRAINING['logging_steps']}, got {arguments.steps}")
     if arguments.folder is None:
         arguments.folder = Path("runs", "demo" if arguments.steps == STEPS else f"demo-{arguments.steps}")
     return arguments
@@ -71,13 +73,14 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         runs = [make_run(folder / method, method, label, steps) for method, label in RUNS.items()]
     except KeyboardInterrupt:
-        sys.exit("demo: interrupted; the same command goes on")
+        print("demo: interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except FileExistsError:
         sys.exit(f"demo: {folder} is a file: give another --folder")
     settings = {"model": f"UViTModel({_words(MODEL)})", "max_train_steps": steps, **TRAINING}
     settings |= {"sampling": _words(SAMPLING), "images measured": SAMPLES}
     page = folder / "index.html"
-    page.write_text(page_of(runs, settings, machine()), encoding="utf-8")
+    page.write_text(page_of(runs, settings, machine(), steps_of_whole_demo=STEPS), encoding="utf-8")
     print(f"open {page.as_uri()}")
 
 
@@ -135,15 +138,14 @@ def read(file: Path) -> str:
 def call(module: str, *words: Any):
     """Run a command of the package; its progress is shown, what it prints beside is not."""
     command = [sys.executable, "-m", module, *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    # Ctrl-C is for the demo, which ends it: also while it still imports, when Python would show where.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         code = process.wait()
     except BaseException:
         process.terminate()  # and it saves what it has
         process.wait()
         raise
-    if code == 128 + 2:
-        raise KeyboardInterrupt
     if code:
         sys.exit(code)
 

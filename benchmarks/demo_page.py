@@ -54,14 +54,16 @@ thead th { color: var(--soft); } td.number { text-align: right; }
 .images img.wrong { border-color: var(--wrong); }
 pre { padding: .75rem; border: 1px solid var(--line); overflow-x: auto; } svg { width: 100%; height: auto; }
 svg text { fill: var(--soft); font-size: 12px; } .axis { stroke: var(--line); }
-@media (max-width: 40rem) { svg text { font-size: 18px; } }
+@media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; }
+  .images th, .images td { font-size: .6rem; } }
 .a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); } .curve { fill: none; stroke-width: 2; }
 .key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
 .key.solid { border-top: 3px solid var(--b); }
 """
 
 
-def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) -> str:
+def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any], steps_of_whole_demo: int) -> str:
+    steps = settings["max_train_steps"]
     losses = [_curve(run, "validation_loss") for run in runs]
     norms = [_curve(run, "grad_norm") for run in runs]
     kappa = runs[1].skips.config.kappa
@@ -85,12 +87,17 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any]) 
             "<p>A small, deep model learns to draw coloured shapes. Both runs see the same images, noise and steps; "
             f"all that differs is whether the i-th long skip is multiplied by {kappa:g}^(i-1). It is one seed at one "
             "rate, and at another rate the difference can be another.</p>",
+            _SHORT.format(steps=steps, whole=steps_of_whole_demo) if steps < steps_of_whole_demo else "",
             *sections,
             "</main></body></html>\n",
         ]
     )
 
 
+_SHORT = (
+    "<p><strong>This is a trial of {steps} steps: nothing can be drawn yet, and the differences are chance.</strong> "
+    "<code>make demo</code> takes {whole:,} steps.</p>"
+)
 _SAMPLES_NOTE = (
     "<p>Each was asked for by its colour and shape, from the same noise in both runs. A frame marks those whose "
     "pixels show something else.</p>"
@@ -99,7 +106,8 @@ _LOADING = """\
 from scalelong_diffusers import load_pipeline
 
 pipe = load_pipeline("cs")  # or "none"
-pipe(["red circle", "blue star"], guidance_scale=2, num_inference_steps=25).images[0].save("image.png")"""
+images = pipe(["red circle", "blue star"], guidance_scale=2, num_inference_steps=25).images
+images[0].save("image.png")"""
 
 
 def _section(title: str, *parts: str) -> str:
@@ -120,8 +128,8 @@ def _results(runs: list[Run]) -> str:
         "the same, raw weights": lambda run: _final(run, "validation_loss_raw"),
         "gradient norm, mean of the second half": lambda run: f"{statistics.mean(_second_half(run)):.3f}",
         "gradient norm, largest of the second half": lambda run: f"{max(_second_half(run)):.3f}",
-        "images of the right colour": lambda run: _right(run, slice(0, 1)),
-        "images of the right shape": lambda run: _right(run, slice(1, 2)),
+        f"images of the right colour (of {len(COLOURS)})": lambda run: _right(run, slice(0, 1)),
+        f"images of the right shape (of {len(SHAPES)})": lambda run: _right(run, slice(1, 2)),
         "images right in both": lambda run: _right(run, slice(None)),
         "images trained on per second": lambda run: f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}",
     }

@@ -36,6 +36,10 @@ Generators = torch.Generator | list[torch.Generator] | None
 Callback = Callable[[DiffusionPipeline, int, torch.Tensor, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
+class NotFinite(ValueError):
+    """Of what a model makes, in a sentence; diffusers would return black images."""
+
+
 class SamplingPipeline(HubMixin, DiffusionPipeline):
     """
     Base of our pipelines. What a subclass adds is its condition: one tensor, which the model is given at every step.
@@ -238,6 +242,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         return {name: value for name, value in (("eta", eta), ("generator", generator)) if name in accepted}
 
     def _decode(self, latents: torch.Tensor, output_type: str):
+        _check_finite(latents)
         if output_type == "latent":
             return latents
         if self.vae is None:
@@ -246,6 +251,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         if self.vae.config.get("shift_factor") is not None:
             latents = latents + self.vae.config.shift_factor
         images = self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0]
+        _check_finite(images)
         return self.image_processor.postprocess(images, output_type)
 
     def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
@@ -270,6 +276,14 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             if name not in self._callback_tensor_inputs:
                 accepted = ", ".join(self._callback_tensor_inputs)
                 raise ValueError(f"callback_on_step_end_tensor_inputs may be of {accepted}; got {name!r}")
+
+
+def _check_finite(tensor: torch.Tensor):
+    if not tensor.isfinite().all():
+        raise NotFinite(
+            "what the model makes is not finite: it fell apart in training, or its numbers are too large for "
+            f"{tensor.dtype}"
+        )
 
 
 def _pipeline_for(conditions: set[str]) -> str:

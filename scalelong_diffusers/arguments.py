@@ -16,20 +16,26 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         arguments, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unknown argument {unknown[0]!r}{near_miss(unknown[0].split('=')[0], self._known_flags())}")
+        self.refuse_unknown(unknown)
         return arguments
+
+    def refuse_unknown(self, unknown: list[str]):
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unknown argument {unknown[0]!r}{near_miss(unknown[0].split('=')[0], flags)}")
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
         sys.exit(2)
 
-    def _known_flags(self) -> list[str]:
-        parsers = [self]
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parsers.extend(action.choices.values())
-        return [flag for parser in parsers for action in parser._actions for flag in action.option_strings]
+
+class CommandParser(ArgumentParser):
+    """Of one of several commands, which knows best what was meant by a flag that it does not know."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        arguments, unknown = super().parse_known_args(args, namespace)
+        self.refuse_unknown(unknown)
+        return arguments, unknown
 
 
 _FIELD_FLAGS = {

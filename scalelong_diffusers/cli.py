@@ -7,7 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments, skip_scaling_fields
+from scalelong_diffusers.arguments import (
+    ArgumentParser,
+    CommandParser,
+    add_skip_scaling_arguments,
+    skip_scaling_fields,
+)
 from scalelong_diffusers.evaluate_command import add_evaluate_command
 from scalelong_diffusers.inspection import model_skeleton
 from scalelong_diffusers.models.conversion import (
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="scalelong", description="Scale the long skips of diffusion U-Nets.")
     parser.add_argument("--version", action="version", version=f"scalelong-diffusers {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     presets = commands.add_parser("presets", help="list the paper's experiments, or all that is known of one")
     presets.add_argument("name", nargs="?", metavar="NAME", help="a preset")

@@ -125,5 +125,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         return evaluate_pipeline(evaluation, arguments.model, **sampling)
     if sampling:
         name = {"class_labels": "class"}.get(next(iter(sampling)), next(iter(sampling)))
-        raise ValueError(f"--{name} is for images that are to be made, and {arguments.model} is a folder of images")
+        raise ValueError(
+            f"--{name} is for images that a pipeline is to make, and {arguments.model} is none: it has no "
+            "model_index.json"
+        )
     return evaluate_folder(evaluation, arguments.model)

@@ -11,6 +11,10 @@ from accelerate.utils import gather_object, parse_flag_from_env
 Result = TypeVar("Result")
 
 
+class FailedElsewhere(ValueError):
+    """What another process could not do, by its own words."""
+
+
 def processes() -> PartialState:
     """This one's place among all."""
     # Left to itself, accelerate does not join processes on CPUs: each would take itself for the main one.
@@ -33,5 +37,5 @@ def on_every_process(function: Callable[[], Result]) -> Result:
     if error is not None:
         raise error
     for reason in filter(None, reasons):
-        raise ValueError(reason)
+        raise FailedElsewhere(reason)
     return result

@@ -13,7 +13,9 @@ def add_sample_command(commands: argparse._SubParsersAction):
     )
     sample.add_argument("model", help="a pipeline: a local folder or the id of one on the Hub")
     sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the images and their grid go")
-    sample.add_argument("-n", type=int, default=16, metavar="N", help="how many images there are to be (default 16)")
+    sample.add_argument(
+        "-n", "--n", type=int, default=16, metavar="N", help="how many images there are to be (default 16)"
+    )
     what = sample.add_mutually_exclusive_group()
     what.add_argument("--prompt", nargs="+", metavar="TEXT", help="what to draw; the images take several in turn")
     what.add_argument(

@@ -47,6 +47,9 @@ GRID_IMAGES = 64
 NOTED_ONLY = ("model", "revision", "sampler", "guidance_scale")
 
 
+_END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+
+
 @dataclass(frozen=True)
 class SampleSettings:
     """All that an image depends on beside its number. It is kept with the images; to go on with another is refused."""
@@ -96,7 +99,7 @@ class Sampling:
         The processes of `accelerate launch` or torchrun make a share each.
         """
         team = processes()
-        missing = [k for k in range(self.n) if not image_file(self.folder, k).is_file()]
+        missing = [k for k in range(self.n) if not is_whole(image_file(self.folder, k))]
         # What is refused is refused by all, and what is missing known to all, before the folder changes.
         team.wait_for_everyone()
         if team.is_main_process:
@@ -262,17 +265,25 @@ def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):
         if isinstance(was, list) and isinstance(now, list):  # of thousands of prompts the first that differ
             k, (was, now) = next((k, pair) for k, pair in enumerate(zip_longest(was, now)) if pair[0] != pair[1])
             name = f"{name} {k}"
+        if name.endswith(_CHECKSUM):
+            raise ValueError(
+                f"{folder} has images that another {name.removesuffix(_CHECKSUM)} made, that of {before['model']} as "
+                "it was then: give another --out, or delete it"
+            )
         raise ValueError(
             f"{folder} has images that were made with {name} {was!r}, not {now!r}: give another --out, or delete it"
         )
 
 
+_CHECKSUM = "_checksum"
+
+
 def _checksums(pipe: SamplingPipeline) -> dict[str, str]:
     """Tells pipelines apart, also two of the same folder: one for each component, one for the rest."""
     components = {name: component for name, component in pipe.components.items() if component is not None}
-    checksums = {f"{name}_checksum": _checksum(component) for name, component in components.items()}
+    checksums = {f"{name}{_CHECKSUM}": _checksum(component) for name, component in components.items()}
     own = {name: value for name, value in pipe.config.items() if name not in pipe.components}
-    return {**checksums, "pipeline_checksum": f"{_checksum_of_config(own):08x}"}
+    return {**checksums, f"pipeline{_CHECKSUM}": f"{_checksum_of_config(own):08x}"}
 
 
 def _checksum(component: nn.Module | SchedulerMixin | PreTrainedTokenizerBase) -> str:
@@ -297,6 +308,15 @@ def _checksum_of_config(config: Mapping[str, Any]) -> int:
 
 def image_file(folder: Path, k: int) -> Path:
     return folder / f"{k:06d}.png"
+
+
+def is_whole(file: Path) -> bool:
+    """Whether it is a PNG with its last chunk, which a machine that stopped or a full disk may have cut off."""
+    if not file.is_file() or file.stat().st_size < len(_END_OF_PNG):
+        return False
+    with open(file, "rb") as opened:
+        opened.seek(-len(_END_OF_PNG), os.SEEK_END)
+        return opened.read() == _END_OF_PNG
 
 
 def save_image(image: PIL.Image.Image, file: Path):

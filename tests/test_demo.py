@@ -36,7 +36,8 @@ def demo(tmp_path_factory):
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGINT)  # as the terminal sends it
     errors = first.communicate(timeout=60)[1]
-    assert first.returncode == 1
+    assert first.returncode == 130
+    assert "Traceback" not in errors
     assert "demo: interrupted; the same command goes on" in errors
     assert not (folder / "index.html").exists()
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -85,16 +86,20 @@ def opened(browser, demo):
         context.close()
 
 
-def test_how_many_steps(monkeypatch):
+def test_how_many_steps(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import demo
 
     assert demo.parse_args([]).steps == demo.STEPS
     assert demo.parse_args(["--quick"]).steps == demo.QUICK_STEPS
-    assert demo.parse_args(["--steps", "7"]).steps == 7
+    assert demo.parse_args(["--steps", "70"]).steps == 70
     # Neither takes the place of the other.
-    folders = {demo.parse_args(words).folder for words in ([], ["--quick"], ["--steps", "7"])}
+    folders = {demo.parse_args(words).folder for words in ([], ["--quick"], ["--steps", "70"])}
     assert len(folders) == 3
+    with pytest.raises(SystemExit) as refused:
+        demo.parse_args(["--steps", "0"])
+    assert refused.value.code == 2
+    assert "--steps must be at least 10, got 0" in capsys.readouterr().err
 
 
 def test_what_is_not_a_run_is_not_removed(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """`scalelong sample`: which images there are, what they depend on, and how it goes on after it was stopped."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -205,11 +206,23 @@ class TestFoldersOfOtherImages:
         assert "made with prompt 3 'black', not None: give another --out" in complaint
         assert "prompt 1 'blue', not 'green'" in call(2, "red", "green")[2]
 
+    def test_one_that_was_cut_off_is_made_again(self, sample, nothing, tmp_path):
+        out = tmp_path / "out"
+        assert sample(nothing, "--out", out, "-n", 3, *FAST)[0] == 0
+        whole = (out / "000001.png").read_bytes()
+        (out / "000001.png").write_bytes(whole[:60])
+        (out / "000002.png").write_bytes(b"")
+        assert ": 3 images, 2 of them new" in sample(nothing, "--out", out, "-n", 3, *FAST)[1]
+        assert (out / "000001.png").read_bytes() == whole
+
     def test_so_are_other_weights_in_the_same_place(self, sample, nothing, tmp_path):
         out = tmp_path / "out"
         sample(nothing, "--out", out, "-n", 2, *FAST)
         ScaleLongUnconditionalPipeline(uvit(seed=1), DDIMScheduler()).save_pretrained(nothing)
-        assert "has images that were made with unet_checksum '" in sample(nothing, "--out", out, "-n", 2, *FAST)[2]
+        assert (
+            f"has images that another unet made, that of {nothing} as"
+            in sample(nothing, "--out", out, "-n", 2, *FAST)[2]
+        )
 
     def test_so_is_another_scheduler_in_the_same_place(self, sample, nothing, tmp_path):
         out = tmp_path / "out"
@@ -217,7 +230,7 @@ class TestFoldersOfOtherImages:
         DDIMScheduler(beta_end=0.03).save_pretrained(nothing / "scheduler")
         code, _, complaint = sample(nothing, "--out", out, "-n", 2, *FAST)
         assert code == 2
-        assert f"{out} has images that were made with scheduler_checksum '" in complaint
+        assert f"{out} has images that another scheduler made, that of {nothing} as it was then" in complaint
 
     def test_and_another_scale_of_latents(self, sample, nothing, tmp_path):
         out = tmp_path / "out"
@@ -225,7 +238,7 @@ class TestFoldersOfOtherImages:
         index = nothing / "model_index.json"
         index.write_text(json.dumps({**json.loads(index.read_text()), "latent_scale": 0.5}))
         complaint = sample(nothing, "--out", out, "-n", 2, *FAST)[2]
-        assert f"{out} has images that were made with pipeline_checksum '" in complaint
+        assert f"{out} has images that another pipeline made, that of {nothing} as it was then" in complaint
 
     def test_the_same_model_in_another_place_is_not(self, sample, tiny_clip, tmp_path):
         unet = uvit(cross_attention_dim=16, context_length=12)
@@ -275,6 +288,18 @@ class TestFoldersOfOtherImages:
 
 
 class TestModels:
+    def test_that_make_what_is_not_finite(self, sample, nothing, tmp_path):
+        unet = uvit()
+        unet.proj_out.bias.data.fill_(math.inf)
+        unet.save_pretrained(nothing / "unet")
+        code, _, complaint = sample(nothing, "--out", tmp_path / "out", "-n", 2, *FAST)
+        assert code == 2
+        assert complaint.endswith(
+            "scalelong: what the model makes is not finite: it fell apart in training, or its numbers are too large "
+            "for torch.float32\n"
+        )
+        assert not list((tmp_path / "out").glob("*.png"))
+
     def test_text(self, sample, tiny_clip, tmp_path):
         unet = uvit(cross_attention_dim=16, context_length=12)
         ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip).save_pretrained(tmp_path / "text")

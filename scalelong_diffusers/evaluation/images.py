@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,13 @@ class ImageFiles:
         files = [path for path in files if not is_sample_grid(path)]
         if noted_settings(folder) is None:
             files = [files[k] for k in fixed_order(len(files))]
+        elif lacking := set(map(partial(image_file, folder), range(len(files)))) - set(files):
+            raise ValueError(f"{min(lacking)} is missing: call `scalelong sample` again, which makes it")
         if not files:
-            raise ValueError(f"{folder} is neither a pipeline (it has no model_index.json) nor a folder of images")
+            advice = "; give the pipeline's folder, above it" if (folder / "config.json").is_file() else ""
+            raise ValueError(
+                f"{folder} is neither a pipeline (it has no model_index.json) nor a folder of images{advice}"
+            )
         if n is not None and n > len(files):
             raise ValueError(f"--n {n:,} is more than the {len(files):,} images of {folder}")
         return cls(files[:n])

@@ -16,6 +16,7 @@ from scalelong_diffusers.data.sources import Source, fixed_order, open_sources
 from scalelong_diffusers.data.streams import ImageRows, Stream
 from scalelong_diffusers.evaluation.features import FeatureExtractor
 from scalelong_diffusers.evaluation.statistics import SUFFIXES
+from scalelong_diffusers.messages import near_miss
 
 
 SHAPES = "shapes"
@@ -134,7 +135,8 @@ def _open(reference: str, settings: DataSettings, needs_captions: bool) -> tuple
         if reference == SHAPES or os.path.isdir(reference):
             raise
         raise OSError(
-            f"the reference {reference} is no local folder, and as a data set on the Hub it can not be had: {error}"
+            f"the reference {reference}{near_miss(reference, [SHAPES])} is no local folder, and as a data set on the "
+            f"Hub it can not be had: {error}"
         ) from error
 
 

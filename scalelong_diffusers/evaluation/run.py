@@ -30,7 +30,6 @@ from scalelong_diffusers.evaluation.reference import (
     open_reference,
 )
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
-from scalelong_diffusers.files import write_json
 from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.pipelines import ScaleLongTextToImagePipeline, load_pipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
@@ -38,7 +37,7 @@ from scalelong_diffusers.processes import processes
 from scalelong_diffusers.sampling import SampleSettings, Sampling, choose_device, noted_settings
 
 
-RESULT_FILE = "evaluation.json"
+RESULT_FILE = "evaluation.jsonl"
 DEFAULT_N = 10_000
 VERSIONS_OF = ("scalelong-diffusers", "torch", "diffusers", "transformers", "torchmetrics", "torch-fidelity")
 
@@ -74,6 +73,10 @@ class Evaluation:
                 name = next(iter(self.data))
                 raise ValueError(f"--{name} is for a data set, and {self.reference} is a file of statistics")
             check_kept(self.metrics, self.statistics_of_file)
+        if "num_shapes" in self.data and self.reference != SHAPES:
+            raise ValueError(
+                f"--num_shapes is for the built-in set, {SHAPES!r}, and the reference is {self.reference}"
+            )
 
     @cached_property
     def statistics_of_file(self) -> FeatureStatistics:
@@ -119,8 +122,8 @@ class Evaluation:
         about_images: dict[str, Any],
         folder: Path,
     ) -> dict[str, Any]:
-        """The figures and all that is known of what they depend on, which is also written beside the images."""
-        reference, file = statistics
+        """The figures and all that is known of what they depend on, which is also a new line beside the images."""
+        reference, statistics_file = statistics
         team = processes()
         share = images.batches(self.batch_size, team.num_processes, team.process_index)
         share = with_progress(share, len(images), self.batch_size, "features of the images")
@@ -130,7 +133,7 @@ class Evaluation:
             "images": str(folder),
             "resolution": [images.width, images.height],
             **about_images,
-            **_about_reference(reference, self.reference, file),
+            **_about_reference(reference, self.reference, statistics_file),
             "features": self.feature_extractor.name,
             "features_fingerprint": self.feature_extractor.fingerprint,
             "num_features": self.feature_extractor.num_features,
@@ -138,7 +141,8 @@ class Evaluation:
         }
         if team.is_main_process:
             try:
-                write_json(folder / RESULT_FILE, result)
+                with open(folder / RESULT_FILE, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
             except OSError as error:  # hours of work are in the figures, which can still be printed
                 result["warnings"].append(f"the result could not be written: {error}")
         return result
@@ -169,6 +173,8 @@ def evaluate_pipeline(
     if needs_captions:
         sampling["prompt"] = _captions(reference, n, model)
     elif prompts is not None:
+        if not of_text:
+            raise ValueError(f"--prompts is for models of text, and {model} is none: {type(pipe).__name__}")
         sampling["prompt"] = _lines(prompts)
     settings = SampleSettings(model, **sampling)
     # What can not be made is refused before the statistics, which may take hours.
@@ -203,6 +209,8 @@ def _captions(reference: Reference | None, n: int, model: str) -> list[str]:
 
 
 def _lines(file: Path) -> list[str]:
+    if not file.is_file():
+        raise FileNotFoundError(f"--prompts: there is no file {file}")
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--prompts {file} is empty")

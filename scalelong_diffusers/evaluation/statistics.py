@@ -18,6 +18,7 @@ FORMAT_VERSION = 1
 SUFFIXES = (".safetensors", ".npz")
 # KID compares a hundred draws of a thousand features; those of all of ImageNet would fill 10 GB.
 KEPT_FEATURES = 10_000
+_OF_INCEPTION = 2048
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ class FeatureStatistics:
             if not {"mu", "sigma"} <= set(arrays):
                 raise ValueError(f"it has the arrays {', '.join(arrays)}, and statistics are 'mu' and 'sigma'")
             mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
+        if mean.shape != (_OF_INCEPTION,):
+            raise ValueError(
+                f"an .npz is of Inception's {_OF_INCEPTION:,} features, and its 'mu' has {mean.numel():,}"
+            )
         return cls(mean, covariance, None, None, INCEPTION, INCEPTION_FINGERPRINT)
 
     def _check(self):

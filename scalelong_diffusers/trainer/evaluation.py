@@ -30,10 +30,16 @@ from scalelong_diffusers.evaluation.reference import (
     open_reference,
 )
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.pipelines.base import NotFinite
+from scalelong_diffusers.processes import FailedElsewhere
 from scalelong_diffusers.trainer.loop import TrainingLoop
 
 
 MakeImages = Callable[[Sequence[int]], list[Image.Image]]
+
+
+class _LeftOut(Exception):
+    """Why there are no figures this time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +73,33 @@ class SampleEvaluation:
         return cls(reference, features, metrics, args.num_eval_images, args.train_batch_size, args.seed)
 
     def figures(self, loop: TrainingLoop, make_images: MakeImages) -> dict[str, float]:
-        """`make_images` is given numbers of samples. All processes call this, and each makes a share."""
-        with loop.evaluating():
-            batches = self._batches(make_images, loop.accelerator)
-            batches = with_progress(batches, self.num_images, self.batch_size, "FID of the samples")
-            result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
-        return {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
+        """
+        `make_images` is given numbers of samples. All processes call this, and each makes a share.
 
-    def _batches(self, make_images: MakeImages, accelerator: Accelerator) -> Iterator[torch.Tensor]:
-        step = accelerator.num_processes * self.batch_size
-        for start in range(accelerator.process_index * self.batch_size, self.num_images, step):
-            images = make_images(range(start, min(start + self.batch_size, self.num_images)))
+        There are no figures, and that is said, of images that are not finite, and where the run is told to stop: it
+        would be too late for a checkpoint before all images are made.
+        """
+        with loop.evaluating():
+            batches = self._batches(make_images, loop)
+            batches = with_progress(batches, self.num_images, self.batch_size, "FID of the samples")
+            try:
+                result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
+            except (_LeftOut, FailedElsewhere) as reason:
+                loop.say(f"warning: step {loop.global_step}: no {' and '.join(self.metrics)}: {reason}")
+                return {}
+        figures = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
+        loop.say(f"step {loop.global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        return figures
+
+    def _batches(self, make_images: MakeImages, loop: TrainingLoop) -> Iterator[torch.Tensor]:
+        step = loop.accelerator.num_processes * self.batch_size
+        for start in range(loop.accelerator.process_index * self.batch_size, self.num_images, step):
+            if loop.is_stopping:
+                raise _LeftOut("the run is stopped")
+            try:
+                images = make_images(range(start, min(start + self.batch_size, self.num_images)))
+            except NotFinite as error:
+                raise _LeftOut(str(error)) from error
             pixels = np.stack([np.asarray(with_channels(image, 3)) for image in images])
             yield torch.from_numpy(pixels).permute(0, 3, 1, 2)
 

@@ -169,6 +169,16 @@ class TrainingLoop:
             return False
         return self.global_step % every == 0 or self.global_step == self.max_steps
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this process was told to stop: what takes long had better end now."""
+        return self._signal != 0
+
+    def say(self, text: str):
+        """Once, above the progress bar."""
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
+
     def record(self, figures: dict[str, Any]):
         """Add figures to this step's line of the log."""
         self._pending.update(figures)
@@ -270,6 +280,11 @@ class TrainingLoop:
     def _count_nonfinite(self, loss: float, norm: float):
         fine = math.isfinite(loss) and (math.isfinite(norm) or self._scaler_can_help())
         self.nonfinite_in_a_row = 0 if fine else self.nonfinite_in_a_row + 1
+        if self.nonfinite_in_a_row == 1:
+            self.say(
+                f"warning: step {self.global_step + 1}: the loss is {loss} and the norm of the gradients {norm}: its "
+                "update is left out"
+            )
         if self.nonfinite_in_a_row >= self.args.max_nonfinite_losses:
             raise TrainingStopped(
                 f"step {self.global_step + 1}: the loss is {loss} and the norm of the gradients {norm}, not finite "

@@ -135,9 +135,10 @@ def _check_condition(source: str, model: ModelMixin, num_class_embeds: int | Non
     wanted = {"class_labels"} if num_class_embeds is not None else set()
     wanted |= {"encoder_hidden_states"} if has_text else set()
     if needed != wanted:
+        advice = f"; set its num_class_embeds to {num_class_embeds}" if "class_labels" in wanted - needed else ""
         raise ValueError(
             f"{source} is a model that needs {' and '.join(sorted(needed)) or 'no condition'}, and this script gives "
-            f"{' and '.join(sorted(wanted)) or 'none'}"
+            f"{' and '.join(sorted(wanted)) or 'none'}{advice}"
         )
     if num_class_embeds is not None and model.config.num_class_embeds != num_class_embeds:
         raise ValueError(

@@ -35,7 +35,9 @@ def run_script(main: Callable[[], None]):
     except TrainingStopped as error:
         stopped = error
     except KeyboardInterrupt:
-        message = "interrupted at once; --resume_from_checkpoint latest goes on from the last checkpoint"
+        message = (
+            "interrupted at once; --resume_from_checkpoint latest goes on from the last checkpoint, if there is one"
+        )
         stopped = TrainingStopped(message, exit_code=130)
     # What all processes say is said once on each machine.
     if not stopped.shared or os.environ.get("LOCAL_RANK", "0") == "0":

@@ -19,12 +19,16 @@ SETTINGS_FILE = "settings.json"
 _FREE = {
     *("output_dir", "logging_dir", "train_data_dir", "precomputed_dir", "cache_dir"),
     *("report_to", "tracker_project_name", "logging_steps", "validation_steps", "sample_steps", "num_samples"),
-    *("num_inference_steps", "validation_prompts", "guidance_scale"),
-    *("eval_steps", "num_eval_images", "eval_metric", "eval_features", "eval_reference"),
+    *("validation_prompts", "eval_steps"),
     *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "allow_changed_settings"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),
     *("compile", "max_nonfinite_losses", "on_bad_image"),
+}
+# What a run's FID and KID depend on: free where there are none before or after, and else not to be mixed in a log.
+_OF_FIGURES = {
+    *("num_eval_images", "eval_metric", "eval_features", "eval_reference"),
+    *("num_inference_steps", "guidance_scale"),
 }
 # What the weights of a checkpoint are made for.
 _FIXED = ("preset", "model_type", "kappa", "lora_rank", "train_text_encoder")
@@ -76,6 +80,7 @@ def check_same_run(checkpoint: Path, before: dict[str, Any], settings: dict[str,
     free = _FREE | ({"max_train_steps"} if settings["lr_scheduler"].startswith("constant") else set())
     # The same images may be described otherwise, as where their folder was moved.
     free |= {"data"} if before.get("data_fingerprint") == settings["data_fingerprint"] else set()
+    free |= set() if before.get("eval_steps") and settings["eval_steps"] else _OF_FIGURES
     changed = {
         name: f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
         for name in {**before, **settings}

@@ -1,5 +1,6 @@
 """What a model has learned so far: its loss on images held out, and a grid of samples."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from accelerate.utils import gather_object
 
 from scalelong_diffusers.data import Batch
+from scalelong_diffusers.pipelines.base import NotFinite
 from scalelong_diffusers.sampling import grid, save_image
 from scalelong_diffusers.trainer.loop import TrainingLoop
 
@@ -32,6 +34,9 @@ def validation_losses(
     if loop.ema is not None:
         with loop.evaluating(averaged=False):
             figures["validation_loss_raw"] = _mean_losses(loop, losses_of, models)[0]
+    for name in ("validation_loss", "validation_loss_raw"):
+        if name in figures and not math.isfinite(figures[name]):
+            loop.say(f"warning: step {loop.global_step}: {name} is {figures[name]}")
     return figures
 
 
@@ -58,4 +63,7 @@ def save_samples(loop: TrainingLoop, make_images: Callable[[], list], columns: i
         save_image(grid(make_images(), columns), folder / f"step-{loop.global_step:06d}.png")
 
     with loop.evaluating():
-        loop.write("the samples", save)
+        try:
+            loop.write("the samples", save)
+        except NotFinite as error:
+            loop.say(f"warning: step {loop.global_step}: no samples: {error}")

@@ -25,11 +25,11 @@ def refused(evaluate, tmp_path):
     """The one line."""
 
     def call(*arguments, **options):
-        results = sorted(tmp_path.glob("**/evaluation.json"))
+        results = sorted(tmp_path.glob("**/evaluation.jsonl"))
         code, printed, complaint = evaluate(*arguments, **options)
         assert (code, printed) == (2, ""), complaint
         assert "Traceback" not in complaint
-        assert sorted(tmp_path.glob("**/evaluation.json")) == results
+        assert sorted(tmp_path.glob("**/evaluation.jsonl")) == results
         (line,) = [line for line in complaint.splitlines() if line.startswith("scalelong")]
         return line
 
@@ -46,6 +46,15 @@ class TestReference:
         line = refused(pictures(3), reference="nobody/nothing")
         assert "the reference nobody/nothing is no local folder" in line
         assert "as a data set on the Hub it can not be had" in line
+
+    def test_that_is_misspelt(self, refused, pictures):
+        assert "the reference shape (did you mean 'shapes'?) is no local folder" in refused(
+            pictures(3), reference="shape"
+        )
+
+    def test_that_is_no_built_in_set_has_no_number_of_shapes(self, refused, pictures):
+        line = refused(pictures(3), "--num_shapes", 5, reference=pictures(3, "data"))
+        assert "--num_shapes is for the built-in set, 'shapes', and the reference is " in line
 
     def test_that_is_empty(self, refused, pictures, tmp_path):
         (tmp_path / "empty").mkdir()
@@ -107,6 +116,11 @@ class TestStatistics:
         line = refused(pictures(3), "--crop_size", 8, reference=kept)
         assert f"--crop_size is for a data set, and {kept} is a file of statistics" in line
 
+    def test_in_an_archive_of_another_network(self, refused, pictures, tmp_path):
+        np.savez(tmp_path / "other.npz", mu=np.zeros(64), sigma=np.eye(64))
+        line = refused(pictures(3), "--metric", "fid", reference=tmp_path / "other.npz")
+        assert "an .npz is of Inception's 2,048 features, and its 'mu' has 64" in line
+
     def test_that_are_broken(self, refused, pictures, tmp_path):
         (tmp_path / "broken.npz").write_text("no archive")
         assert "broken.npz holds no statistics of features, or is damaged" in refused(
@@ -130,6 +144,19 @@ class TestImages:
         line = refused(tmp_path / "nothing")
         assert "is neither a pipeline (it has no model_index.json) nor a folder of images" in line
 
+    def test_a_model_without_its_pipeline(self, refused, pipeline):
+        assert "nor a folder of images; give the pipeline's folder, above it" in refused(pipeline / "unet")
+
+    def test_samples_of_which_one_is_missing(self, refused, measured, pipeline, tmp_path):
+        out = tmp_path / "out"
+        measured(pipeline, "--num_shapes", 20, "--steps", 1, n=5, out=out)
+        (out / "000001.png").unlink()
+        assert f"{out / '000001.png'} is missing: call `scalelong sample` again" in refused(out, "--num_shapes", 20)
+
+    def test_prompts_for_a_model_without_text_or_that_are_not_there(self, refused, pipeline, tmp_path):
+        line = refused(pipeline, prompts=tmp_path / "none.txt")
+        assert f"--prompts is for models of text, and {pipeline} is none: ScaleLongUnconditionalPipeline" in line
+
     def test_of_several_sizes(self, refused, pictures):
         folder = pictures(3)
         Image.new("RGB", (9, 8)).save(folder / "999.png")
@@ -150,7 +177,11 @@ class TestImages:
         assert len(line) < 500
 
     def test_flags_of_sampling_for_a_folder(self, refused, pictures):
-        assert "--steps is for images that are to be made, and " in refused(pictures(3), steps=3)
+        folder = pictures(3)
+        sentence = (
+            f"--steps is for images that a pipeline is to make, and {folder} is none: it has no model_index.json"
+        )
+        assert sentence in refused(folder, steps=3)
 
     @pytest.mark.parametrize(
         ("flags", "sentence"),
@@ -256,7 +287,8 @@ class TestMetricsAndFeatures:
         assert "--device cuda:7 can not be used" in refused(pictures(3), device="cuda:7")
 
     def test_a_misspelt_flag(self, refused, pictures):
-        assert "unknown argument '--metrics' (did you mean '--metric'?)" in refused(pictures(3), "--metrics", "fid")
+        line = refused(pictures(3), "--metrics", "fid")
+        assert "unknown argument '--metrics' (did you mean '--metric'?) (scalelong evaluate --help lists" in line
 
 
 def test_json_is_all_that_is_printed(evaluate, pictures):

@@ -32,7 +32,7 @@ FAST = ("--steps", 2, "-n", 12, "--batch_size", 5, "--num_shapes", 20)
 class TestResult:
     def test_of_a_pipeline(self, measured, pipeline, features, tmp_path):
         result = measured(pipeline, *FAST, "--seed", 3, "--scheduler", "euler", out=tmp_path / "out")
-        assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == result
+        assert json.loads((tmp_path / "out" / "evaluation.jsonl").read_text()) == result
         assert result["fid"] > 0
         assert {"kid", "kid_std"} <= set(result)
         expected = {
@@ -97,9 +97,14 @@ class TestResult:
         (pipeline / "settings.json").write_text("[]")
         assert measured(pipeline, *FAST, out=tmp_path / "out")["ema"] is None
 
+    def test_of_each_evaluation_is_kept(self, measured, pictures):
+        folder = pictures(5)
+        results = [measured(folder, "--num_shapes", 20, "--n", n) for n in (5, 3)]
+        assert list(map(json.loads, (folder / "evaluation.jsonl").read_text().splitlines())) == results
+
     def test_that_can_not_be_written_is_printed(self, measured, pictures):
         folder = pictures(3)
-        (folder / "evaluation.json").mkdir()  # which no file can replace, whoever writes it
+        (folder / "evaluation.jsonl").mkdir()  # which no file can replace, whoever writes it
         result = measured(folder, "--num_shapes", 20)
         assert result["fid"] > 0
         assert result["warnings"][-1].startswith("the result could not be written: [Errno ")

@@ -1,9 +1,12 @@
 """FID and KID of a run's samples: the figures of the pipeline that it saves, and what is refused before it starts."""
 
 import json
+import math
 import shutil
+import signal
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -12,12 +15,13 @@ from scalelong_diffusers import (
     ScaleLongClassConditionalPipeline,
     ScaleLongTextToImagePipeline,
     ScaleLongUnconditionalPipeline,
+    UViTModel,
 )
 from scalelong_diffusers.data import DataSettings, load_training_data
 from scalelong_diffusers.evaluation import evaluate_images, load_features, open_reference, reference_statistics
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.train import train_class_conditional, train_text_to_image
-from scalelong_diffusers.trainer import held_out_captions
+from scalelong_diffusers.trainer import TrainingStopped, held_out_captions
 
 
 SHORT = {"max_train_steps": 4, "num_inference_steps": 2, "validation_steps": 0}
@@ -83,7 +87,61 @@ def test_a_model_of_text_draws_captions_that_were_held_out(train, evaluation, ne
     assert figures_of(folder)[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
 
 
-def test_training_goes_on_as_if_nothing_had_been_measured(train, evaluation, assert_same_run, metrics_of, tmp_path):
+@pytest.fixture
+def diverged(monkeypatch):
+    """All models of this package make what is not finite, though their losses are."""
+    forward = UViTModel.forward
+
+    def without_bounds(model, *args, **kwargs):
+        output = forward(model, *args, **kwargs)
+        return output if torch.is_grad_enabled() or kwargs.get("return_dict", True) else (output[0] * math.inf,)
+
+    monkeypatch.setattr(UViTModel, "forward", without_bounds)
+
+
+def test_of_what_is_not_finite_there_are_no_samples_and_no_figures(train, evaluation, diverged, tmp_path, capsys):
+    folder = train(tmp_path / "run", **evaluation, sample_steps=4)
+    assert figures_of(folder) == {}
+    assert not list((folder / "samples").glob("*"))
+    said = capsys.readouterr().out
+    assert "warning: step 2: no fid and kid: what the model makes is not finite" in said
+    assert "warning: step 4: no samples: what the model makes is not finite" in said
+    assert (folder / "model_index.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_stopped_meanwhile_does_not_make_all_images_first(launch, evaluation, home, tmp_path, processes):
+    many = {**evaluation, "num_eval_images": 100_000, "eval_steps": 4, "max_train_steps": 40}
+    launched = launch(tmp_path / "run", processes=processes, **many)
+    shown = read_until(launched.process.stderr, "FID of the samples")
+    for process in psutil.Process(launched.process.pid).children() if processes > 1 else [launched.process]:
+        process.send_signal(signal.SIGTERM)
+    code, said, complaint = launched.wait()
+    assert code != 0, shown
+    assert "warning: step 4: no fid and kid: the run is stopped" in said
+    assert "stopped by SIGTERM after step 5 of 40" in complaint
+    assert (tmp_path / "run" / "checkpoint-5").is_dir()
+
+
+def read_until(stream, words):
+    """A bar is drawn anew after a carriage return, so there are no lines to wait for."""
+    shown = ""
+    while words not in shown:
+        shown += stream.read(1) or pytest.fail(shown)
+    return shown
+
+
+def test_figures_that_do_not_compare_are_not_mixed_in_a_log(train, refused, evaluation, tmp_path):
+    folder = train(tmp_path / "run", **evaluation)
+    longer = {"max_train_steps": 6, "resume_from_checkpoint": "latest"}
+    with pytest.raises(TrainingStopped, match="num_eval_images was 10 and is 5"):
+        train(folder, **{**evaluation, "num_eval_images": 5, **longer})
+    train(folder, **{**evaluation, **longer, "eval_steps": 0, "num_eval_images": 5})
+    assert list(figures_of(folder)) == [2, 4]
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured(train, evaluation, metrics_of, tmp_path):
     def losses(folder):
         return [(line["loss"], line["grad_norm"]) for line in metrics_of(folder)]
 

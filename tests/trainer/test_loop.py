@@ -161,13 +161,16 @@ def test_losses_that_stay_infinite_end_the_run(train, tmp_path, poisoned_data):
         assert all(tensor.isfinite().all() for tensor in weights_of(tmp_path / "run", step).values())
 
 
-def test_single_infinite_losses_leave_the_weights_alone(train, metrics_of, tmp_path, poisoned_data):
+def test_single_infinite_losses_leave_the_weights_alone(train, metrics_of, tmp_path, poisoned_data, capsys):
     poisoned_data(first=6, last=8)
     folder = train(tmp_path / "run", checkpointing_steps=1, max_nonfinite_losses=3)
     before, after = weights_of(folder, 6), weights_of(folder, 8)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     # The rate, too, stands still for a step that is left out.
     assert metrics_of(folder)[7]["loss"] is None
+    said = [line for line in capsys.readouterr().out.splitlines() if "its update is left out" in line]
+    assert len(said) == 1, "of several in a row the first"
+    assert said[0].startswith("warning: step 7: the loss is ")
     assert metrics_of(folder)[15]["step"] == 16
     json.loads((folder / "metrics.jsonl").read_text().splitlines()[7])
 
