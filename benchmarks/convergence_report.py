@@ -37,23 +37,28 @@ STANDS_FOR_FACTORS = {
 
 
 def tables(results: Results) -> str:
+    sections = {"How many times as fast": overview(results), **_sections(results)}
+    return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
+
+
+def _sections(results: Results) -> dict[str, str]:
     compared = {
-        "Equal rates": {method: _by_rate(method) for method in METHODS},
-        "The optimizer of U-ViT": {method: _by_rate(method, as_uvit=True) for method in METHODS},
-        "Other sizes": _variations(results),
-        "A small U-Net": {method: _by_rate(method, "unet") for method in METHODS},
+        "At equal rates, as the paper compares": {method: _by_rate(method) for method in METHODS},
+        "With the optimizer of U-ViT, at equal rates": {method: _by_rate(method, as_uvit=True) for method in METHODS},
+        "Other depths and batches, at the best rates": _variations(results),
+        "A small U-Net, at equal rates": {method: _by_rate(method, "unet") for method in METHODS},
     }
     sections = {
-        "Tuned rates": tuned_rates(results),
-        "The optimizer of U-ViT, tuned rates": tuned_rates(results, as_uvit=True),
-        "Batches of 64": tuned_rates(results, batch_size=64),
-        "A small U-Net, tuned rates": tuned_rates(results, "unet"),
+        "At tuned rates, which is the claim that counts": tuned_rates(results),
+        "With the optimizer of U-ViT, at tuned rates": tuned_rates(results, as_uvit=True),
+        "Batches of 64, at the best rates of batches of 32": tuned_rates(results, batch_size=64),
+        "A small U-Net, at tuned rates": tuned_rates(results, "unet"),
     }
     for title, runs in compared.items():
         sections[title] = _against_plain(results, runs)
         sections[f"{title}, raw weights"] = _against_plain(results, runs, raw=True)
-    sections["Without factors"] = without_factors(results)
-    return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
+    sections["What of CS it is: a plain model with what stands for the factors"] = without_factors(results)
+    return sections
 
 
 def tables_of_quick(results: Results) -> str:
@@ -61,18 +66,37 @@ def tables_of_quick(results: Results) -> str:
     return _against_plain(results, {method: {f"{run.learning_rate:g}": run} for method, run in runs.items()})
 
 
-def tuned_rates(results: Results, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False) -> str:
-    """Each method at its best rate, against the plain model at its own with the same seed."""
-    plain = {run.seed: run for run in _finished_seeds(results, "none", model, batch_size, as_uvit)}
+def overview(results: Results) -> str:
+    """Each method against the plain model, both at their best rates, in all that was tried: averaged weights only."""
+    tried = {
+        "20 layers, batch 32": {},
+        "U-ViT's optimizer": {"as_uvit": True},
+        "12 layers": {"model": "uvit-12"},
+        "28 layers": {"model": "uvit-28"},
+        "batch 16": {"batch_size": 16},
+        "batch 64": {"batch_size": 64},
+        "small U-Net": {"model": "unet"},
+    }
     rows = []
     for method in METHODS:
-        runs = _finished_seeds(results, method, model, batch_size, as_uvit)
+        pairs = [_pairs(results, method, **others) for others in tried.values()]
+        if method != "none" and any(pairs):
+            rows.append([method, *(_times_as_fast(results, several) for several in pairs)])
+    return _table(("method", *tried), rows)
+
+
+def tuned_rates(results: Results, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False) -> str:
+    """Each method at its best rate, against the plain model at its own with the same seed."""
+    others = {"model": model, "batch_size": batch_size, "as_uvit": as_uvit}
+    rows = []
+    for method in METHODS:
+        runs = _finished_seeds(results, method, **others)
         if not runs:
             continue
         row = [method, f"{runs[0].learning_rate:g}", str(len(runs))]
         for raw in (False, True):
             row.append(_spread([results.final_loss(run, raw) for run in runs], statistics.median, _loss))
-            pairs = [(run, plain[run.seed]) for run in runs if run.seed in plain]
+            pairs = _pairs(results, method, **others)
             row.append("1" if method == "none" else _times_as_fast(results, pairs, raw))
         rows.append([*row, _gradients(results, runs)])
     heads = ("method", "best rate", "seeds", "final loss, averaged weights", "times as fast")
@@ -169,6 +193,9 @@ def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
     )
 
 
+# In the place of a gain, and below all of them.
+_NOT_REACHED, _DIVERGES = 0.0, -1.0
+
 _LIGHT = ("#59636e", "#d1d9e0", ("#9a3412", "#1d4ed8", "#15803d", "#7e22ce"))
 _DARK = ("#9198a1", "#3d444d", ("#fdba74", "#93c5fd", "#86efac", "#d8b4fe"))
 _DASHES = ("7 4", "none", "2 3", "10 3 2 3")
@@ -187,9 +214,16 @@ def _median(seeds: list[Curve]) -> Curve:
 def _finished_seeds(
     results: Results, method: str, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False
 ) -> list[Run]:
-    rate = results.best_rate(method, model, as_uvit)
+    """At the best rate of the method; other depths and batches are run at that of 20 layers and 32."""
+    rate = results.best_rate(method, model if model == "unet" else "uvit-20", as_uvit)
     others = {"model": model, "batch_size": batch_size, "as_uvit": as_uvit}
     return [] if rate is None else [run for run in seeds_of(method, rate, **others) if run in results]
+
+
+def _pairs(results: Results, method: str, **others) -> list[tuple[Run, Run]]:
+    """Each seed's run with that of the plain model, both at their best rates."""
+    plain = {run.seed: run for run in _finished_seeds(results, "none", **others)}
+    return [(run, plain[run.seed]) for run in _finished_seeds(results, method, **others) if run.seed in plain]
 
 
 def _times_as_fast(results: Results, pairs: list[tuple[Run, Run]], raw: bool = False) -> str:
@@ -200,13 +234,13 @@ def _times_as_fast(results: Results, pairs: list[tuple[Run, Run]], raw: bool = F
     for run, plain in pairs:
         target = results.final_loss(plain, raw)
         if math.isfinite(target):
-            steps = None if results.diverged(run) else results.steps_to(target, run, raw)
-            gains.append(0.0 if steps is None else plain.steps / steps)
+            steps = results.steps_to(target, run, raw)
+            gains.append(_DIVERGES if results.diverged(run) else plain.steps / steps if steps else _NOT_REACHED)
     if not gains:
         return "plain diverges"
     diverged = len(pairs) - len(gains)
     # Of an even number the lower one: between a gain and none is no gain.
-    spread = _spread(gains, statistics.median_low, _gain) if any(gains) else _gain(0)
+    spread = _spread(gains, statistics.median_low, _gain)
     return spread if not diverged else f"{spread}; plain diverges for {diverged} of {len(pairs)} seeds"
 
 
@@ -215,13 +249,13 @@ def _loss(loss: float) -> str:
 
 
 def _gain(gain: float) -> str:
-    return f"{gain:.2f}" if gain else "not reached"
+    return {_NOT_REACHED: "not reached", _DIVERGES: "diverges"}.get(gain, f"{gain:.2f}")
 
 
 def _spread(values: list[float], middle: Callable[[list[float]], float], words: Callable[[float], str]) -> str:
     """The one in the middle, and the range where there are several."""
-    spread = words(middle(values))
-    return spread if len(values) == 1 else f"{spread} ({words(min(values))} to {words(max(values))})"
+    low, high = words(min(values)), words(max(values))
+    return low if low == high else f"{words(middle(values))} ({low} to {high})"
 
 
 def _gradients(results: Results, runs: list[Run]) -> str:

@@ -126,7 +126,7 @@ def test_a_run_that_fell_apart_near_its_end_gained_nothing(benchmark, results):
     seeds = [({**fallen[0], "seed": seed}, *fallen[1:]) for seed in (1, 2)]
     plain = [({**rate, "seed": seed}, [0.5, 0.4, 0.3, 0.3, 0.3]) for seed in (0, 1, 2)]
     table = report.tuned_rates(results([*worse, *plain, calm, *seeds]))
-    assert table.splitlines()[-1].split(" | ")[4] == "not reached (not reached to 20.00)"
+    assert table.splitlines()[-1].split(" | ")[4] == "diverges (diverges to 20.00)"
 
 
 def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
@@ -142,6 +142,19 @@ def test_a_seed_that_diverges_is_told_and_hides_no_other(benchmark, results):
     plain, cs = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
     assert plain[3] == "0.3000 (0.3000 to diverges)"
     assert cs[4] == "not reached (not reached to 40.00); plain diverges for 1 of 3 seeds"
+
+
+def test_the_overview_has_each_method_at_its_best_rate_in_all_that_was_tried(benchmark, results):
+    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+    calm, fast, fallen = [0.5, 0.4, 0.3, 0.3, 0.3], [0.5, 0.2, 0.2, 0.2, 0.2], [0.5, 0.2, 1.0, 1.0, 1.0]
+    entries = [({"learning_rate": rate}, calm) for rate in runs.UVIT_RATES]
+    entries += [({"method": "cs 0.9", "learning_rate": rate}, fast) for rate in runs.UVIT_RATES]
+    best = {"learning_rate": runs.UVIT_RATES[0]}
+    for others, curve in (({"model": "uvit-12"}, calm), ({"batch_size": 64}, fallen)):
+        entries += [({**best, **others}, calm), ({**best, **others, "method": "cs 0.9"}, curve)]
+    assert report.overview(results(entries)).splitlines()[2:] == [
+        "| cs 0.9 | 20.00 |  | not reached |  |  | diverges |  |"
+    ]
 
 
 def test_two_seeds_have_no_better_one_in_the_middle(benchmark, results):
@@ -253,7 +266,7 @@ def test_the_pages_tables_are_those_of_the_committed_lines(benchmark, project_ro
     tables = table.findall(report.tables(results))
     assert len(tables) >= 2
     assert table.findall(page) == tables
-    assert f"**{len(results.lines)} runs are finished so far**" in page
+    assert f"**{len(results.lines)} runs** are finished" in page
 
 
 @pytest.fixture
