@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 
-from measure import machine, paired_ratio, paired_times
+from measure import enough_rounds, machine, paired_ratio, paired_times
 
 
 LIMIT = 1.15
@@ -22,7 +22,7 @@ IMPORTS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=enough_rounds, default=15)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     functions = {

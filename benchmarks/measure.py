@@ -1,5 +1,6 @@
 """What the benchmarks share: interleaved timing with confidence intervals, counted memory, and the machine's name."""
 
+import argparse
 import math
 import os
 import platform
@@ -15,10 +16,15 @@ import torch
 _FEWEST_ROUNDS = 6
 
 
+def enough_rounds(text: str) -> int:
+    """The type of --rounds, for argparse."""
+    if not text.isdecimal() or int(text) < _FEWEST_ROUNDS:
+        raise argparse.ArgumentTypeError(f"an interval of 95 % needs at least {_FEWEST_ROUNDS} rounds, got {text}")
+    return int(text)
+
+
 def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of each function in each round; all run in every round, in a new order, so that noise hits all alike."""
-    if rounds < _FEWEST_ROUNDS:
-        raise ValueError(f"an interval of 95 % needs at least {_FEWEST_ROUNDS} rounds, got {rounds}")
     for _ in range(warmup):
         for function in functions.values():
             function()

@@ -25,7 +25,7 @@ from diffusers import (
     UNet2DConditionModel,
     UNet2DModel,
 )
-from measure import machine, paired_ratio, paired_times, verdict
+from measure import enough_rounds, machine, paired_ratio, paired_times, verdict
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUnconditionalPipeline
 
@@ -100,7 +100,7 @@ def measure(build: Callable[[], Pair], rounds: int) -> dict[str, Any]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=enough_rounds, default=15)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     results = {name: measure(build, arguments.rounds) for name, build in PAIRS.items()}

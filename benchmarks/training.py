@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import machine, paired_ratio, paired_times
+from measure import enough_rounds, machine, paired_ratio, paired_times
 from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataSettings, TrainingData, load_training_data
@@ -127,7 +127,7 @@ def measure_checkpoint(folder: Path) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=enough_rounds, default=12)
     parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import machine, paired_ratio, paired_times, peak_allocated
+from measure import enough_rounds, machine, paired_ratio, paired_times, peak_allocated
 from torch import nn
 
 from scalelong_diffusers import UViTModel, apply_skip_scaling
@@ -258,7 +258,7 @@ def there_and_back(function: Callable[[], torch.Tensor], dtype: torch.dtype | No
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=enough_rounds, default=12)
     parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
     parser.add_argument("--only", choices=["models", "scaling", "parts"])
     parser.add_argument("--model", choices=MODELS, help="this one alone")
