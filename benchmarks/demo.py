@@ -66,7 +66,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main():
     arguments = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended with it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what was started is ended with it
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     folder = arguments.folder.resolve()
     steps = arguments.steps
     try:

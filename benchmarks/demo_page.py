@@ -95,8 +95,8 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any], 
 
 
 _SHORT = (
-    "<p><strong>This is a trial of {steps} steps: nothing can be drawn yet, and the differences are chance.</strong> "
-    "<code>make demo</code> takes {whole:,} steps.</p>"
+    "<p><strong>This is a trial of {steps:,} steps, too short to judge by: the models have not learned to draw, and "
+    "the differences may be chance.</strong> <code>make demo</code> takes {whole:,} steps.</p>"
 )
 _SAMPLES_NOTE = (
     "<p>Each was asked for by its colour and shape, from the same noise in both runs. A frame marks those whose "

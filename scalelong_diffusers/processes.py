@@ -15,6 +15,10 @@ class FailedElsewhere(ValueError):
     """What another process could not do, by its own words."""
 
 
+class LeftOut(Exception):
+    """Why work is given up that can be done without. It is no failure: what was begun goes on."""
+
+
 def processes() -> PartialState:
     """This one's place among all."""
     # Left to itself, accelerate does not join processes on CPUs: each would take itself for the main one.
@@ -25,7 +29,7 @@ def processes() -> PartialState:
 def on_every_process(function: Callable[[], Result]) -> Result:
     """
     Run a function in all processes, each with work of its own. Where it fails in one it fails in all, with the same
-    reason: none waits for ever for what will not come.
+    reason: none waits for ever for what will not come. Where one leaves it out all do, unless another fails.
     """
     processes()  # which joins them, where nothing did before
     result = error = None
@@ -33,9 +37,13 @@ def on_every_process(function: Callable[[], Result]) -> Result:
         result = function()
     except Exception as raised:
         error = raised
-    reasons = gather_object([None if error is None else " ".join(str(error).split()) or type(error).__name__])
-    if error is not None:
+    reason = None if error is None else " ".join(str(error).split()) or type(error).__name__
+    outcomes = gather_object([(reason, isinstance(error, LeftOut))])
+    failures = [reason for reason, is_left_out in outcomes if reason and not is_left_out]
+    if error is not None and (not failures or not isinstance(error, LeftOut)):
         raise error
-    for reason in filter(None, reasons):
-        raise FailedElsewhere(reason)
+    if failures:
+        raise FailedElsewhere(failures[0])
+    for reason, _ in filter(all, outcomes):
+        raise LeftOut(reason)
     return result

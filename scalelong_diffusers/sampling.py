@@ -26,7 +26,7 @@ from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
-from scalelong_diffusers.processes import processes
+from scalelong_diffusers.processes import on_every_process, processes
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -106,8 +106,7 @@ class Sampling:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / SAMPLE_SETTINGS, self._told)
         team.wait_for_everyone()
-        self._make_share(missing)
-        team.wait_for_everyone()
+        on_every_process(lambda: self._make_share(missing))
         if team.is_main_process:
             columns = len(self._values) if 1 < len(self._values) <= 16 else None
             shown = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.n, GRID_IMAGES))]
@@ -221,7 +220,7 @@ def _settings_for(folder: Path, settings: dict[str, Any], n: int) -> dict[str, A
         raise ValueError(
             f"{folder} has images or a {SAMPLE_SETTINGS} that `scalelong sample` did not make: give another --out"
         )
-    there = [int(file.stem) for file in folder.glob("*.png") if file.stem.isdecimal()]
+    there = sampled_numbers(folder)
     # Settings without images may be those of a call that was refused, and count for nothing.
     if not there:
         return settings
@@ -308,6 +307,12 @@ def _checksum_of_config(config: Mapping[str, Any]) -> int:
 
 def image_file(folder: Path, k: int) -> Path:
     return folder / f"{k:06d}.png"
+
+
+def sampled_numbers(folder: Path) -> list[int]:
+    """Those of the images in a folder, by the files' names."""
+    numbers = (int(file.stem) for file in folder.glob("*.png") if file.stem.isdecimal())
+    return sorted(k for k in numbers if image_file(folder, k).is_file())
 
 
 def is_whole(file: Path) -> bool:

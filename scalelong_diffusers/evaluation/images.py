@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 
 from scalelong_diffusers.data.images import BadImage, is_sample_grid, read_image, some_of, with_channels
 from scalelong_diffusers.data.sources import fixed_order
-from scalelong_diffusers.sampling import image_file, noted_settings
+from scalelong_diffusers.sampling import image_file, is_whole, noted_settings, sampled_numbers
 
 
 class ImageFiles:
@@ -41,12 +40,12 @@ class ImageFiles:
                 f"{folder} is the folder of a training run without a pipeline (model_index.json): let the run end, or "
                 "give a folder of images"
             )
-        files = sorted(path for path in folder.rglob("*") if _is_image(path.relative_to(folder)) and path.is_file())
-        files = [path for path in files if not is_sample_grid(path)]
-        if noted_settings(folder) is None:
+        if noted_settings(folder) is not None:
+            files = _samples(folder, n)
+        else:
+            files = sorted(path for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
+            files = [path for path in files if path.is_file() and not is_sample_grid(path)]
             files = [files[k] for k in fixed_order(len(files))]
-        elif lacking := set(map(partial(image_file, folder), range(len(files)))) - set(files):
-            raise ValueError(f"{min(lacking)} is missing: call `scalelong sample` again, which makes it")
         if not files:
             advice = "; give the pipeline's folder, above it" if (folder / "config.json").is_file() else ""
             raise ValueError(
@@ -72,6 +71,16 @@ class ImageFiles:
                 f"{self.height}: images of one size are needed"
             )
         return torch.from_numpy(np.array(with_channels(image, 3))).permute(2, 0, 1)
+
+
+def _samples(folder: Path, n: int | None) -> list[Path]:
+    """The first n that `scalelong sample` made, or all, whatever else lies there. None of them may be missing."""
+    numbers = range(max(sampled_numbers(folder), default=-1) + 1)[:n]
+    for file in (image_file(folder, k) for k in numbers):
+        if not is_whole(file):
+            is_what = "cut off" if file.exists() else "missing"
+            raise ValueError(f"{file} is {is_what}: call `scalelong sample` again, which makes it")
+    return [image_file(folder, k) for k in numbers]
 
 
 def _is_image(path: Path) -> bool:

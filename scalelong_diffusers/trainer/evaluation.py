@@ -31,15 +31,11 @@ from scalelong_diffusers.evaluation.reference import (
 )
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
 from scalelong_diffusers.pipelines.base import NotFinite
-from scalelong_diffusers.processes import FailedElsewhere
+from scalelong_diffusers.processes import LeftOut
 from scalelong_diffusers.trainer.loop import TrainingLoop
 
 
 MakeImages = Callable[[Sequence[int]], list[Image.Image]]
-
-
-class _LeftOut(Exception):
-    """Why there are no figures this time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +80,7 @@ class SampleEvaluation:
             batches = with_progress(batches, self.num_images, self.batch_size, "FID of the samples")
             try:
                 result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
-            except (_LeftOut, FailedElsewhere) as reason:
+            except LeftOut as reason:
                 loop.say(f"warning: step {loop.global_step}: no {' and '.join(self.metrics)}: {reason}")
                 return {}
         figures = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
@@ -95,11 +91,11 @@ class SampleEvaluation:
         step = loop.accelerator.num_processes * self.batch_size
         for start in range(loop.accelerator.process_index * self.batch_size, self.num_images, step):
             if loop.is_stopping:
-                raise _LeftOut("the run is stopped")
+                raise LeftOut("the run is stopped")
             try:
                 images = make_images(range(start, min(start + self.batch_size, self.num_images)))
             except NotFinite as error:
-                raise _LeftOut(str(error)) from error
+                raise LeftOut(str(error)) from error
             pixels = np.stack([np.asarray(with_channels(image, 3)) for image in images])
             yield torch.from_numpy(pixels).permute(0, 3, 1, 2)
 

@@ -264,13 +264,16 @@ class TrainingLoop:
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite and self.args.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self.args.max_grad_norm, torch.tensor(norm).to(figures))
-        # With fp16 gradients that are not finite are for the scaler, which takes a smaller scale.
-        if is_finite or self.accelerator.scaler is not None:
+        scaler = self.accelerator.scaler
+        # With fp16 gradients that are not finite are for the scaler, which leaves them out and takes a smaller scale.
+        if is_finite or (scaler is not None and not math.isfinite(norm)):
             self.optimizer.step()
             if not self.accelerator.optimizer_step_was_skipped:
                 self.lr_scheduler.step()
                 if self.ema is not None:
                     self.ema.step(self.parameters)
+        elif scaler is not None:
+            scaler.update()  # which each unscaling has to be followed by
         self.optimizer.zero_grad()
         self.global_step += 1
         self.losses_to_log.append(loss)

@@ -25,7 +25,8 @@ _FREE = {
     *("train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "num_train_epochs"),
     *("compile", "max_nonfinite_losses", "on_bad_image"),
 }
-# What a run's FID and KID depend on: free where there are none before or after, and else not to be mixed in a log.
+# What a run's FID and KID depend on: those of a checkpoint and of what goes on from it have to compare. They are free
+# where either has none.
 _OF_FIGURES = {
     *("num_eval_images", "eval_metric", "eval_features", "eval_reference"),
     *("num_inference_steps", "guidance_scale"),

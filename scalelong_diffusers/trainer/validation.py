@@ -55,15 +55,17 @@ def _mean_losses(loop: TrainingLoop, losses_of, models: Any) -> tuple[float, lis
 
 
 def save_samples(loop: TrainingLoop, make_images: Callable[[], list], columns: int | None = None):
-    """A grid of what the averaged weights make, as `samples/step-<step>.png`."""
+    """A grid of what the averaged weights make, as `samples/step-<step>.png`; images that are not finite are none."""
 
     def save():
-        folder = loop.folder / "samples"
-        folder.mkdir(exist_ok=True)
-        save_image(grid(make_images(), columns), folder / f"step-{loop.global_step:06d}.png")
-
-    with loop.evaluating():
         try:
-            loop.write("the samples", save)
+            images = make_images()
         except NotFinite as error:
             loop.say(f"warning: step {loop.global_step}: no samples: {error}")
+            return
+        folder = loop.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        save_image(grid(images, columns), folder / f"step-{loop.global_step:06d}.png")
+
+    with loop.evaluating():
+        loop.write("the samples", save)

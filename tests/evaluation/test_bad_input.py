@@ -150,8 +150,14 @@ class TestImages:
     def test_samples_of_which_one_is_missing(self, refused, measured, pipeline, tmp_path):
         out = tmp_path / "out"
         measured(pipeline, "--num_shapes", 20, "--steps", 1, n=5, out=out)
-        (out / "000001.png").unlink()
-        assert f"{out / '000001.png'} is missing: call `scalelong sample` again" in refused(out, "--num_shapes", 20)
+        Image.new("RGB", (8, 8)).save(out / "my favourite.png")
+        measured(out, "--num_shapes", 20, n=None)  # what else lies there is none of them
+        whole = (out / "000003.png").read_bytes()
+        (out / "000003.png").write_bytes(whole[:-1])
+        assert f"{out / '000003.png'} is cut off: call `scalelong sample` again" in refused(out, "--num_shapes", 20)
+        (out / "000003.png").unlink()
+        assert f"{out / '000003.png'} is missing: call `scalelong sample` again" in refused(out, "--num_shapes", 20)
+        measured(out, "--num_shapes", 20, n=3)
 
     def test_prompts_for_a_model_without_text_or_that_are_not_there(self, refused, pipeline, tmp_path):
         line = refused(pipeline, prompts=tmp_path / "none.txt")

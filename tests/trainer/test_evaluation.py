@@ -29,8 +29,9 @@ SHORT = {"max_train_steps": 4, "num_inference_steps": 2, "validation_steps": 0}
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
-    """Where the statistics of references are kept."""
+    """Where the statistics of references are kept, by this process and those that it launches."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
@@ -109,9 +110,66 @@ def test_of_what_is_not_finite_there_are_no_samples_and_no_figures(train, evalua
     assert (folder / "model_index.json").exists()
 
 
+WITH_ANOTHER_OUTPUT = """
+import math
+import torch
+from accelerate import PartialState
+from scalelong_diffusers import UViTModel
+from scalelong_diffusers.train.train_unconditional import main
+from scalelong_diffusers.trainer import run_script
+
+forward = UViTModel.forward
+
+def another(model, *args, **kwargs):
+    output = forward(model, *args, **kwargs)
+    return output if torch.is_grad_enabled() or kwargs.get("return_dict", True) else (changed(output[0]),)
+
+def changed(output):
+    {changed}
+
+UViTModel.forward = another
+run_script(main)
+"""
+
+
+@pytest.fixture
+def launch_two(launch, evaluation, tmp_path):
+    """A run of two processes whose models draw what `changed`, a line of code, makes of it."""
+
+    def run(changed):
+        script = tmp_path / "script.py"
+        script.write_text(WITH_ANOTHER_OUTPUT.format(changed=changed))
+        settings = {**evaluation, "sample_steps": 4, "train_batch_size": 2}
+        return launch(tmp_path / "run", processes=2, script=script, **settings).wait()
+
+    return run
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_without_what_is_not_finite(launch_two, tmp_path):
+    code, said, complaint = launch_two("return output * math.inf")
+    assert code == 0, complaint
+    assert said.count("warning: step 4: no fid and kid: what the model makes is not finite") == 1
+    assert said.count("warning: step 4: no samples: what the model makes is not finite") == 1
+    assert figures_of(tmp_path / "run") == {}
+    assert (tmp_path / "run" / "model_index.json").exists()
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_process_ends_both(launch_two, tmp_path):
+    """Also where the other one has left the figures out."""
+    code, said, complaint = launch_two(
+        "return output * math.inf if PartialState().is_main_process else output + torch.ones(7)"
+    )
+    assert code != 0
+    assert "FailedElsewhere: The size of tensor" in complaint
+    assert "no fid and kid" not in said
+    assert not (tmp_path / "run" / "model_index.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_is_stopped_meanwhile_does_not_make_all_images_first(launch, evaluation, home, tmp_path, processes):
+def test_a_run_that_is_stopped_meanwhile_does_not_make_all_images_first(launch, evaluation, tmp_path, processes):
     many = {**evaluation, "num_eval_images": 100_000, "eval_steps": 4, "max_train_steps": 40}
     launched = launch(tmp_path / "run", processes=processes, **many)
     shown = read_until(launched.process.stderr, "FID of the samples")
@@ -160,9 +218,8 @@ def test_resumed_where_it_was_measured_it_is_the_same_run(train, evaluation, ass
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_images(train, launch, evaluation, home, tmp_path, monkeypatch):
+def test_two_processes_share_the_images(train, launch, evaluation, tmp_path):
     alone = train(tmp_path / "alone", **evaluation)
-    monkeypatch.setenv("HF_HOME", str(home))
     launched = launch(tmp_path / "two", processes=2, **{**evaluation, "train_batch_size": 2})
     code, _, complaint = launched.wait()
     assert code == 0, complaint

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from scalelong_diffusers.train import train_unconditional
-from scalelong_diffusers.trainer import TrainingStopped, run
+from scalelong_diffusers.trainer import TrainingLoop, TrainingStopped, run
 
 
 def weights_of(folder, step, name):
@@ -25,6 +25,7 @@ def scaler(monkeypatch):
     def with_scaler(args):
         accelerator = begin(args)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(accelerator._optimizers[0].optimizer)
         return accelerator
 
     monkeypatch.setattr(train_unconditional, "start", with_scaler)
@@ -41,6 +42,21 @@ def test_what_the_scaler_skips_moves_neither_rate_nor_average(train, metrics_of,
     state = json.loads((folder / "checkpoint-16" / "state.json").read_text())
     assert state["lr_scheduler_steps"] == state["ema_steps"] == 14
     assert state["scaler"]["scale"] != 2.0**10
+
+
+def test_of_a_loss_that_alone_is_not_finite_nothing_is_learned(train, tmp_path, scaler, monkeypatch, capsys):
+    """Its gradients are, so that the scaler has nothing to skip."""
+    take = TrainingLoop.step
+
+    def step(loop, losses):
+        take(loop, losses + math.nan if loop.global_step in (3, 4) else losses)
+
+    monkeypatch.setattr(TrainingLoop, "step", step)
+    folder = train(tmp_path / "run", checkpointing_steps=1)
+    before, after, later = (weights_of(folder, step, "unet") for step in (3, 5, 6))
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    assert not all(torch.equal(tensor, later[key]) for key, tensor in before.items())
+    assert "warning: step 4: the loss is nan" in capsys.readouterr().out
 
 
 def test_with_a_scaler_resumed_is_unbroken(train, assert_same_run, tmp_path, scaler, poisoned_data):
