@@ -44,7 +44,6 @@ import argparse
 import gzip
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -53,6 +52,7 @@ from pathlib import Path
 
 from convergence_report import draw_figure, tables, tables_of_quick
 from convergence_runs import AS_UVIT, METHODS, MODELS, SETTLED, SIZE, TRAINING, Results, Run, runs_of
+from measure import exit_when_told
 
 
 PARTS = ("A", "C", "D", "E", "F")
@@ -77,8 +77,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # runs are ended with it, as by Ctrl-C
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_when_told()
     try:
         compare(arguments)
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from demo_page import Run, page_of
-from measure import machine
+from measure import exit_when_told, machine
 from PIL import Image
 
 from scalelong_diffusers import UViTModel, load_pipeline, skip_connections
@@ -66,8 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main():
     arguments = parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # what was started is ended with it
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_when_told()
     folder = arguments.folder.resolve()
     steps = arguments.steps
     try:

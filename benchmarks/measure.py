@@ -1,11 +1,13 @@
-"""What the benchmarks share: interleaved timing with confidence intervals, counted memory, and the machine's name."""
+"""What the benchmarks share: interleaved timing with confidence intervals, counted memory, the machine, an end."""
 
 import argparse
 import math
 import os
 import platform
 import random
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -21,6 +23,13 @@ def enough_rounds(text: str) -> int:
     if not text.isdecimal() or int(text) < _FEWEST_ROUNDS:
         raise argparse.ArgumentTypeError(f"an interval of 95 % needs at least {_FEWEST_ROUNDS} rounds, got {text}")
     return int(text)
+
+
+def exit_when_told():
+    """A signal, and the end of the terminal, end a benchmark as Ctrl-C does: with what it has started."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # which it is under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:

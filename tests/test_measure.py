@@ -1,5 +1,7 @@
 import argparse
 import importlib
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -17,6 +19,20 @@ def test_too_few_rounds_are_refused(measure, rounds):
     with pytest.raises(argparse.ArgumentTypeError, match=f"needs at least 6 rounds, got {rounds}"):
         measure.enough_rounds(rounds)
     assert measure.enough_rounds("6") == 6
+
+
+@pytest.mark.parametrize(
+    ("handler", "number", "code"),
+    [("SIG_DFL", signal.SIGHUP, 129), ("SIG_DFL", signal.SIGTERM, 143), ("SIG_IGN", signal.SIGHUP, 0)],
+)
+def test_the_end_of_the_terminal_ends_a_benchmark_but_under_nohup(project_root, handler, number, code):
+    benchmark = (
+        f"import os, signal; signal.signal(signal.SIGHUP, signal.{handler})\n"
+        "import measure; measure.exit_when_told()\n"
+        f"os.kill(os.getpid(), {number.value}); print('goes on')"
+    )
+    ended = subprocess.run([sys.executable, "-c", benchmark], cwd=project_root / "benchmarks", capture_output=True)
+    assert (ended.returncode, ended.stdout) == (code, b"goes on\n" if code == 0 else b"")
 
 
 @pytest.mark.parametrize(("rounds", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (12, 3, 10)])
