@@ -37,11 +37,6 @@ STANDS_FOR_FACTORS = {
 
 
 def tables(results: Results) -> str:
-    sections = {"How many times as fast": overview(results), **_sections(results)}
-    return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
-
-
-def _sections(results: Results) -> dict[str, str]:
     compared = {
         "At equal rates, as the paper compares": {method: _by_rate(method) for method in METHODS},
         "With the optimizer of U-ViT, at equal rates": {method: _by_rate(method, as_uvit=True) for method in METHODS},
@@ -49,16 +44,17 @@ def _sections(results: Results) -> dict[str, str]:
         "A small U-Net, at equal rates": {method: _by_rate(method, "unet") for method in METHODS},
     }
     sections = {
+        "How many times as fast": overview(results),
         "At tuned rates, which is the claim that counts": tuned_rates(results),
         "With the optimizer of U-ViT, at tuned rates": tuned_rates(results, as_uvit=True),
         "Batches of 64, at the best rates of batches of 32": tuned_rates(results, batch_size=64),
-        "A small U-Net, at tuned rates": tuned_rates(results, "unet"),
+        "A small U-Net, at tuned rates": tuned_rates(results, model="unet"),
     }
     for title, runs in compared.items():
         sections[title] = _against_plain(results, runs)
         sections[f"{title}, raw weights"] = _against_plain(results, runs, raw=True)
     sections["What of CS it is: a plain model with what stands for the factors"] = without_factors(results)
-    return sections
+    return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
 
 
 def tables_of_quick(results: Results) -> str:
@@ -85,18 +81,17 @@ def overview(results: Results) -> str:
     return _table(("method", *tried), rows)
 
 
-def tuned_rates(results: Results, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False) -> str:
+def tuned_rates(results: Results, **others) -> str:
     """Each method at its best rate, against the plain model at its own with the same seed."""
-    others = {"model": model, "batch_size": batch_size, "as_uvit": as_uvit}
     rows = []
     for method in METHODS:
         runs = _finished_seeds(results, method, **others)
         if not runs:
             continue
+        pairs = _pairs(results, method, **others)
         row = [method, f"{runs[0].learning_rate:g}", str(len(runs))]
         for raw in (False, True):
             row.append(_spread([results.final_loss(run, raw) for run in runs], statistics.median, _loss))
-            pairs = _pairs(results, method, **others)
             row.append("1" if method == "none" else _times_as_fast(results, pairs, raw))
         rows.append([*row, _gradients(results, runs)])
     heads = ("method", "best rate", "seeds", "final loss, averaged weights", "times as fast")

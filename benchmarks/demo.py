@@ -53,7 +53,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_const", dest="steps", const=QUICK_STEPS, help=f"{QUICK_STEPS} steps")
-    length.add_argument("--steps", type=int, help=f"of each training (default {STEPS}, at least 10)")
+    length.add_argument("--steps", type=int, help=f"of each training, 10 or more (default {STEPS})")
     parser.add_argument("--folder", type=Path, help="runs/demo by default, and runs/demo-N for N steps")
     parser.set_defaults(steps=STEPS)
     arguments = parser.parse_args(argv)
