@@ -22,7 +22,7 @@ from measure import exit_when_told, machine
 from PIL import Image
 
 from scalelong_diffusers import UViTModel, load_pipeline, skip_connections
-from scalelong_diffusers.data import SHAPE_CLASSES, recognise
+from scalelong_diffusers.data import SHAPE_CLASSES, recognize
 
 
 MODEL = {"sample_size": 16, "patch_size": 4, "hidden_size": 64, "num_layers": 20, "num_attention_heads": 4}
@@ -128,7 +128,7 @@ def train(folder: Path, method: str, label: str, steps: int):
 def read(file: Path) -> str:
     """What an image shows, from its pixels."""
     with Image.open(file) as image:
-        found = recognise(image.convert("RGB"))
+        found = recognize(image.convert("RGB"))
     if found is None:
         return "nothing"
     colour, shape = found

@@ -8,7 +8,7 @@ from typing import Any
 
 from chart import HEIGHT, WIDTH, Curve, chart
 
-from scalelong_diffusers.data import COLOURS, SHAPES
+from scalelong_diffusers.data import COLORS, SHAPES
 from scalelong_diffusers.patching import SkipConnections
 
 
@@ -128,7 +128,7 @@ def _results(runs: list[Run]) -> str:
         "the same, raw weights": lambda run: _final(run, "validation_loss_raw"),
         "gradient norm, mean of the second half": lambda run: f"{statistics.mean(_second_half(run)):.3f}",
         "gradient norm, largest of the second half": lambda run: f"{max(_second_half(run)):.3f}",
-        f"images of the right colour (of {len(COLOURS)})": lambda run: _right(run, slice(0, 1)),
+        f"images of the right colour (of {len(COLORS)})": lambda run: _right(run, slice(0, 1)),
         f"images of the right shape (of {len(SHAPES)})": lambda run: _right(run, slice(1, 2)),
         "images right in both": lambda run: _right(run, slice(None)),
         "images trained on per second": lambda run: f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}",
@@ -178,10 +178,10 @@ def _chart(name: str, runs: list[Run], curves: list[Curve]) -> str:
 def _image_table(run: Run) -> str:
     """The first image of each class: a row for each shape, a column for each colour."""
     images = {asked: (png, shown) for asked, png, shown in reversed(run.images)}
-    heads = "".join(f'<th scope="col">{colour}</th>' for colour in COLOURS)
+    heads = "".join(f'<th scope="col">{colour}</th>' for colour in COLORS)
     rows = []
     for shape in SHAPES:
-        cells = "".join(f"<td>{_image(f'{colour} {shape}', *images[f'{colour} {shape}'])}</td>" for colour in COLOURS)
+        cells = "".join(f"<td>{_image(f'{colour} {shape}', *images[f'{colour} {shape}'])}</td>" for colour in COLORS)
         rows.append(f'<tr><th scope="row">{shape}</th>{cells}</tr>')
     title = html.escape(run.label)
     body = f"<thead><tr><td></td>{heads}</tr></thead>{''.join(rows)}"

@@ -10,10 +10,10 @@ import torch
 from diffusers import AutoencoderKL
 from measure import paired_ratio, paired_times
 
-from scalelong_diffusers.data import DataSettings, TrainingData, load_training_data
+from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.train import precompute_latents
-from scalelong_diffusers.trainer import NoiseProcess, encode_images
+from scalelong_diffusers.training import NoiseProcess, encode_images
 
 
 # Stable Diffusion's autoencoder at half its width, and the small U-ViT of the scripts: a round takes seconds.
@@ -60,8 +60,8 @@ def measure_precomputed(rounds: int, folder: Path) -> dict[str, Any]:
     with contextlib.redirect_stdout(None):
         precompute_latents.main([*flags.split(), "--pretrained_vae_model_name_or_path", str(folder / "vae")])
     settings = {
-        "in the loop": DataSettings(num_shapes=IMAGES, **images),
-        "precomputed": DataSettings(precomputed_dir=str(features), **images),
+        "in the loop": DataConfig(num_shapes=IMAGES, **images),
+        "precomputed": DataConfig(precomputed_dir=str(features), **images),
     }
     functions = {}
     for name, setting in settings.items():

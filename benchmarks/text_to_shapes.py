@@ -18,10 +18,10 @@ import torch
 from measure import machine
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUNet2DConditionModel
-from scalelong_diffusers.data import COLOURS, SHAPES, recognise
+from scalelong_diffusers.data import COLORS, SHAPES, recognize
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.train import train_text_to_image
-from scalelong_diffusers.trainer import run_script
+from scalelong_diffusers.training import run_script
 
 
 # A U-Net: with so few images it finds out sooner than a U-ViT what belongs to a place and what to its neighbour.
@@ -65,7 +65,7 @@ IMAGES_PER_PROMPT = 4
 
 # Sixteen of the thirty, every colour and every shape, in each of the wordings of the data.
 WORDINGS = ("a {} {}", "a {} {} on a white background", "a picture of a {} {}", "a black picture with one {} {}")
-CLASSES = [(list(COLOURS)[k % len(COLOURS)], list(SHAPES)[k % len(SHAPES)]) for k in range(16)]
+CLASSES = [(list(COLORS)[k % len(COLORS)], list(SHAPES)[k % len(SHAPES)]) for k in range(16)]
 PROMPTS = [(WORDINGS[k % len(WORDINGS)].format(*wanted), wanted) for k, wanted in enumerate(CLASSES)]
 
 
@@ -96,7 +96,7 @@ def sample(folder: Path) -> list[tuple[str, tuple[str, str], tuple[str, str | No
     for number, (prompt, wanted) in enumerate(PROMPTS):
         generators = [generator_for(0, "benchmark", number, k) for k in range(IMAGES_PER_PROMPT)]
         images = pipe([prompt] * IMAGES_PER_PROMPT, generator=generators, **SAMPLING).images
-        results += [(prompt, wanted, recognise(image)) for image in images]
+        results += [(prompt, wanted, recognize(image)) for image in images]
     return results
 
 

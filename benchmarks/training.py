@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from measure import enough_rounds, machine, paired_ratio, paired_times
 from precomputed import measure_precomputed, show_precomputed
 
-from scalelong_diffusers.data import DataSettings, TrainingData, load_training_data
-from scalelong_diffusers.trainer import (
+from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
+from scalelong_diffusers.training import (
     NoiseProcess,
     TrainingLoop,
     build_model,
@@ -44,7 +44,7 @@ def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, Traini
     words = [f"--{name}={value}" for name, value in {"output_dir": folder, "max_train_steps": 10**6, **flags}.items()]
     args = parse_training_arguments(training_parser("", condition=None), words)
     accelerator = start(args)
-    settings = DataSettings.from_arguments(args)
+    settings = DataConfig.from_arguments(args)
     data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
     unet = build_model(args, data)
     with contextlib.redirect_stdout(None):  # the settings
@@ -94,7 +94,7 @@ def measure_loop(rounds: int, folder: Path) -> dict:
 def measure_loader() -> dict:
     rates = {}
     for resolution, workers in itertools.product((32, 64), (0, 2)):
-        settings = DataSettings(resolution=resolution)
+        settings = DataConfig(resolution=resolution)
         data = load_training_data(settings, channels=3, needs_labels=False, needs_captions=False, seed=0)
         begin = time.perf_counter()
         for _ in data.train.batches(batch_size=BATCH, num_steps=LOADED // BATCH, num_workers=workers):

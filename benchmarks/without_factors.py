@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from scalelong_diffusers import UViTModel, remove_skip_scaling, skip_connections
-from scalelong_diffusers.data import Batch, DataSettings, load_training_data
-from scalelong_diffusers.trainer import (
+from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.training import (
     NoiseProcess,
     TrainingLoop,
     build_model,
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None):
     args = parse_training_arguments(parser, argv)
     with mistakes_as_sentences():
         accelerator = start(args)
-        settings = DataSettings.from_arguments(args)
+        settings = DataConfig.from_arguments(args)
         data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=args.seed)
         unet = build_model(args, data)
         optimizer = without_factors(unet, args)

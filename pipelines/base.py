@@ -12,19 +12,20 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
-from scalelong_diffusers.hub import HubMixin, damage_as_sentence
-from scalelong_diffusers.pipelines.fitting import (
+from scalelong_diffusers.download import damaged_file_errors
+from scalelong_diffusers.models.hub_mixin import HubMixin
+from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
     Denoiser,
-    bare_model,
+    accepts_text,
     check_channels,
     check_scheduler,
     check_size,
     check_tensor,
-    conditions_of,
+    required_conditions,
     size_multiple,
-    takes_text,
-    takes_variance,
+    unwrap_model,
+    uses_predicted_variance,
     vae_factor,
 )
 from scalelong_diffusers.pipelines.source import check_components
@@ -36,7 +37,7 @@ Generators = torch.Generator | list[torch.Generator] | None
 Callback = Callable[[DiffusionPipeline, int, torch.Tensor, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-class NotFinite(ValueError):
+class NonFiniteImages(ValueError):
     """Of what a model makes, in a sentence; diffusers would return black images."""
 
 
@@ -70,8 +71,8 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         self, unet: Denoiser, scheduler: SchedulerMixin, vae: Autoencoder | None, latent_scale: float | None, **others
     ):
         self._check_unet(unet)
-        check_channels(bare_model(unet), vae)
-        check_scheduler(scheduler, bare_model(unet))
+        check_channels(unwrap_model(unet), vae)
+        check_scheduler(scheduler, unwrap_model(unet))
         if latent_scale is not None and not (isinstance(latent_scale, numbers.Real) and latent_scale > 0):
             raise ValueError(
                 f"latent_scale must be a number above 0, or None for that of the vae; got {latent_scale!r}"
@@ -83,21 +84,21 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         check_components(cls, pretrained_model_name_or_path, kwargs)
-        with damage_as_sentence(pretrained_model_name_or_path):
+        with damaged_file_errors(pretrained_model_name_or_path):
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def _check_unet(self, unet: Denoiser):
         name = type(self).__name__
-        if not isinstance(unet, nn.Module) or not isinstance(bare_model(unet), Denoiser):
+        if not isinstance(unet, nn.Module) or not isinstance(unwrap_model(unet), Denoiser):
             raise TypeError(
                 f"{name} needs a U-Net of diffusers or a model of scalelong_diffusers as unet, got {unet!r}"
             )
-        conditions = conditions_of(bare_model(unet))
+        conditions = required_conditions(unwrap_model(unet))
         if set(conditions) != {self._condition_argument} - {None}:
             needs = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
             raise ValueError(
                 f"{name} gives a model {self._condition_argument or 'no condition'}, and this "
-                f"{type(bare_model(unet)).__name__} takes {needs}{_pipeline_for(set(conditions))}"
+                f"{type(unwrap_model(unet)).__name__} takes {needs}{_pipeline_for(set(conditions))}"
             )
 
     @property
@@ -139,7 +140,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         callback_on_step_end_tensor_inputs: Sequence[str],
     ) -> ImagePipelineOutput | tuple:
         """From noise to images; `condition` holds that of no guidance before that of guidance, where there is one."""
-        check_scheduler(self.scheduler, bare_model(self.unet))
+        check_scheduler(self.scheduler, unwrap_model(self.unet))
         _check_generators(generator, batch_size)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._interrupt = False
@@ -175,11 +176,11 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             if self.guidance_rescale > 0:
                 mean = _rescaled(mean, conditional, self.guidance_rescale)
             variance = variance.chunk(2)[1]
-        return torch.cat([mean, variance], dim=1) if takes_variance(self.scheduler) else mean
+        return torch.cat([mean, variance], dim=1) if uses_predicted_variance(self.scheduler) else mean
 
     def _model_arguments(self, condition: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
         arguments = {} if self._condition_argument is None else {self._condition_argument: condition}
-        if takes_text(bare_model(self.unet)):
+        if accepts_text(unwrap_model(self.unet)):
             arguments.setdefault("encoder_hidden_states", None)
         return arguments
 
@@ -209,7 +210,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         generator: Generators,
         latents: torch.Tensor | None,
     ) -> torch.Tensor:
-        model, factor = bare_model(self.unet), vae_factor(self.vae)
+        model, factor = unwrap_model(self.unet), vae_factor(self.vae)
         if latents is not None:
             check_tensor("latents", latents)
         if latents is not None and latents.ndim == 4:
@@ -224,7 +225,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
         """The height and width of the images that are made when these are asked for."""
-        model, factor = bare_model(self.unet), vae_factor(self.vae)
+        model, factor = unwrap_model(self.unet), vae_factor(self.vae)
         if height is None or width is None:
             if model.config.sample_size is None:
                 raise ValueError(f"height and width must be given: the {type(model).__name__} has no sample_size")
@@ -269,7 +270,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
     def _check_outputs(self, output_type: str, tensor_inputs: Sequence[str]):
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
-        channels = bare_model(self.unet).config.in_channels if self.vae is None else self.vae.config.out_channels
+        channels = unwrap_model(self.unet).config.in_channels if self.vae is None else self.vae.config.out_channels
         if output_type == "pil" and channels not in (1, 3, 4):
             raise ValueError(f"images of {channels} channels can not be PIL images: take output_type 'np' or 'pt'")
         for name in tensor_inputs:
@@ -280,7 +281,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
 def _check_finite(tensor: torch.Tensor):
     if not tensor.isfinite().all():
-        raise NotFinite(
+        raise NonFiniteImages(
             "what the model makes is not finite: it fell apart in training, or its numbers are too large for "
             f"{tensor.dtype}"
         )

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 
-from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.errors import did_you_mean
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, bare_model, check_size
+from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, check_size, unwrap_model
 
 
 class ScaleLongClassConditionalPipeline(SamplingPipeline):
@@ -45,7 +45,7 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
     ):
         super().__init__()
         self._set_up(unet, scheduler, vae, latent_scale)
-        num_embeds = bare_model(unet).config.num_class_embeds
+        num_embeds = unwrap_model(unet).config.num_class_embeds
         if null_class is not None and (isinstance(null_class, bool) or null_class != num_embeds - 1):
             raise ValueError(
                 f"null_class must be the last class, {num_embeds - 1} for num_class_embeds={num_embeds}, or None; got "
@@ -58,7 +58,7 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
     @property
     def num_classes(self) -> int:
         """How many classes there are, without the one that stands for none."""
-        return bare_model(self.unet).config.num_class_embeds - (self.config.null_class is not None)
+        return unwrap_model(self.unet).config.num_class_embeds - (self.config.null_class is not None)
 
     def class_ids(self, class_labels: int | str | Iterable[int | str] | torch.Tensor) -> list[int]:
         """The numbers of classes that are given by number or by name."""
@@ -90,7 +90,7 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         if not ids:
             known = list(self.config.class_names.values())
             some = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
-            raise ValueError(f"unknown class {name!r}{near_miss(name, known)}; accepted: {some}, or their numbers")
+            raise ValueError(f"unknown class {name!r}{did_you_mean(name, known)}; accepted: {some}, or their numbers")
         if len(ids) > 1:
             raise ValueError(f"{name!r} is the name of several classes: give one of the numbers {sorted(ids)}")
         return ids[0]

@@ -5,7 +5,7 @@ from typing import Any
 
 from diffusers import ModelMixin
 
-from scalelong_diffusers.hub import DOWNLOAD_OPTIONS, read_json
+from scalelong_diffusers.download import DOWNLOAD_OPTIONS, read_json
 from scalelong_diffusers.pipelines.base import SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.source import pipeline_index

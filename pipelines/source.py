@@ -5,7 +5,7 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from scalelong_diffusers.hub import DOWNLOAD_OPTIONS, read_json
+from scalelong_diffusers.download import DOWNLOAD_OPTIONS, read_json
 
 
 def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[str, Any]:

@@ -8,20 +8,20 @@ from diffusers import ImagePipelineOutput, SchedulerMixin
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.fitting import (
+from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
     Denoiser,
-    bare_model,
     check_size,
     check_tensor,
+    unwrap_model,
 )
-from scalelong_diffusers.text.encoding import (
+from scalelong_diffusers.pipelines.text_encoding import (
     check_text_width,
-    cut_texts,
     hidden_states,
     max_tokens,
-    text_width,
+    text_embedding_width,
     tokenize,
+    truncation_warnings,
 )
 
 
@@ -62,7 +62,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         super().__init__()
         self._set_up(unet, scheduler, vae, latent_scale, text_encoder=text_encoder, tokenizer=tokenizer)
         if text_encoder is not None:
-            check_text_width(text_encoder, bare_model(unet))
+            check_text_width(text_encoder, unwrap_model(unet))
 
     @torch.no_grad()
     def __call__(
@@ -160,10 +160,10 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         if embeds is None:
             embeds = self._encode(_checked_prompts(name, prompt))
         check_tensor(f"{name}_embeds", embeds)
-        width = text_width(bare_model(self.unet))
+        width = text_embedding_width(unwrap_model(self.unet))
         if embeds.ndim != 3 or embeds.shape[2] != width:
             raise ValueError(f"{name}_embeds must be of shape (prompts, tokens, {width}), got {tuple(embeds.shape)}")
-        return embeds.to(self._execution_device, bare_model(self.unet).dtype)
+        return embeds.to(self._execution_device, unwrap_model(self.unet).dtype)
 
     def _encode(self, prompts: list[str]) -> torch.Tensor:
         for component in ("text_encoder", "tokenizer"):
@@ -171,8 +171,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
                 raise ValueError(
                     f"a prompt needs the component {component}, which this pipeline lacks; give prompt_embeds"
                 )
-        limit = max_tokens(self.text_encoder, self.tokenizer, bare_model(self.unet))
-        for sentence in cut_texts("prompt", prompts, self.tokenizer, limit):
+        limit = max_tokens(self.text_encoder, self.tokenizer, unwrap_model(self.unet))
+        for sentence in truncation_warnings("prompt", prompts, self.tokenizer, limit):
             logger.warning("%s", sentence)
         ids = tokenize(prompts, self.tokenizer, limit)
         return hidden_states(ids.to(self._execution_device), self.text_encoder)

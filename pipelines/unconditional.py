@@ -6,7 +6,7 @@ import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.fitting import Autoencoder, Denoiser, check_size
+from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, check_size
 
 
 class ScaleLongUnconditionalPipeline(SamplingPipeline):

@@ -3,16 +3,19 @@
 import importlib
 from typing import TYPE_CHECKING
 
-# diffusers looks for this name in the library of a pipeline's component to learn how the component is loaded.
-from diffusers import ModelMixin  # noqa: F401
+# diffusers looks up this name in the library of a pipeline's component to learn how to load the component.
+from diffusers import ModelMixin
 
+from scalelong_diffusers import internals
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.version import __version__
 
 
 if TYPE_CHECKING:
-    from scalelong_diffusers.adapters import load_adapter, save_adapter
-    from scalelong_diffusers.model_card import CardFacts
+    from scalelong_diffusers.errors import UserError
+    from scalelong_diffusers.hub.adapters import load_adapter, save_adapter
+    from scalelong_diffusers.hub.model_card import CardFacts
+    from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub, write_model_card
     from scalelong_diffusers.models.mixin import SkipScalingMixin
     from scalelong_diffusers.models.unets import (
         ScaleLongI2VGenXLUNet,
@@ -29,75 +32,53 @@ if TYPE_CHECKING:
         set_skip_scaling_strength,
         skip_connections,
     )
-    from scalelong_diffusers.pipelines import (
-        ScaleLongClassConditionalPipeline,
-        ScaleLongTextToImagePipeline,
-        ScaleLongUnconditionalPipeline,
-        load_pipeline,
-    )
+    from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
+    from scalelong_diffusers.pipelines.loading import load_pipeline
+    from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
+    from scalelong_diffusers.pipelines.unconditional import ScaleLongUnconditionalPipeline
     from scalelong_diffusers.presets import model_from_preset
-    from scalelong_diffusers.sharing import push_adapter, push_to_hub
 
-__all__ = [
-    "CardFacts",
-    "ScaleLongClassConditionalPipeline",
-    "ScaleLongI2VGenXLUNet",
-    "ScaleLongTextToImagePipeline",
-    "ScaleLongUNet2DConditionModel",
-    "ScaleLongUNet2DModel",
-    "ScaleLongUNet3DConditionModel",
-    "ScaleLongUNetMotionModel",
-    "ScaleLongUNetSpatioTemporalConditionModel",
-    "ScaleLongUnconditionalPipeline",
-    "SkipScalingConfig",
-    "SkipScalingMixin",
-    "UViTModel",
-    "__version__",
-    "apply_skip_scaling",
-    "load_adapter",
-    "load_pipeline",
-    "model_from_preset",
-    "push_adapter",
-    "push_to_hub",
-    "remove_skip_scaling",
-    "save_adapter",
-    "set_skip_scaling_strength",
-    "skip_connections",
-]
+# Imported on first use, so that a user of one U-Net does not wait for all other models, transformers and datasets.
+_MODULES = {
+    "CardFacts": "hub.model_card",
+    "ScaleLongClassConditionalPipeline": "pipelines.class_conditional",
+    "ScaleLongI2VGenXLUNet": "models.unets",
+    "ScaleLongTextToImagePipeline": "pipelines.text_to_image",
+    "ScaleLongUNet2DConditionModel": "models.unets",
+    "ScaleLongUNet2DModel": "models.unets",
+    "ScaleLongUNet3DConditionModel": "models.unets",
+    "ScaleLongUNetMotionModel": "models.unets",
+    "ScaleLongUNetSpatioTemporalConditionModel": "models.unets",
+    "ScaleLongUnconditionalPipeline": "pipelines.unconditional",
+    "SkipScalingMixin": "models.mixin",
+    "UViTModel": "models.uvit",
+    "UserError": "errors",
+    "apply_skip_scaling": "patching",
+    "load_adapter": "hub.adapters",
+    "load_pipeline": "pipelines.loading",
+    "model_from_preset": "presets",
+    "push_adapter": "hub.sharing",
+    "push_to_hub": "hub.sharing",
+    "remove_skip_scaling": "patching",
+    "save_adapter": "hub.adapters",
+    "set_skip_scaling_strength": "patching",
+    "skip_connections": "patching",
+    "write_model_card": "hub.sharing",
+}
 
-# Imported when they are first asked for: not every user of a U-Net is to pay for all of diffusers' others.
-_LAZY_MODULES = (
-    "scalelong_diffusers.models.unets",
-    "scalelong_diffusers.models.uvit",
-    "scalelong_diffusers.patching",
-    "scalelong_diffusers.presets",
-    "scalelong_diffusers.model_card",
-    "scalelong_diffusers.sharing",
-    "scalelong_diffusers.pipelines",
-    "scalelong_diffusers.adapters",
-)
+__all__ = ["SkipScalingConfig", "__version__", *_MODULES]
 
 
 def __getattr__(name: str):
-    if name in __all__:
-        for module in map(importlib.import_module, _LAZY_MODULES):
-            if name in vars(module):
-                return vars(module)[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__():
     return sorted({*globals(), *__all__})
 
 
-def _let_diffusers_load_our_models():
-    # A pipeline on the Hub names the library of each component, and diffusers loads from the libraries it lists. The
-    # list is not public; without it a local pipeline still loads, and one from the Hub says what is missing.
-    try:
-        from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
-    except ImportError:
-        return
-    LOADABLE_CLASSES.setdefault(__name__, {"ModelMixin": ["save_pretrained", "from_pretrained"]})
-
-
-_let_diffusers_load_our_models()
+internals.register_library(__name__)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.errors import did_you_mean
 from scalelong_diffusers.scaling import METHODS
 
 
@@ -22,7 +22,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def refuse_unknown(self, unknown: list[str]):
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            self.error(f"unknown argument {unknown[0]!r}{near_miss(unknown[0].split('=')[0], flags)}")
+            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0].split('=')[0], flags)}")
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)

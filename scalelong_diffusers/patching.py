@@ -10,16 +10,16 @@ from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that `scaled_class` finds
-from scalelong_diffusers.models.long_skips import running_scaler
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
     forget_skip_scaling,
     new_skip_scaler,
-    not_scalable,
+    not_scalable_message,
     resolve_skip_scaling,
     scaled_class,
     skip_layout,
 )
+from scalelong_diffusers.models.skips import running_scaler
 from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
 
 
@@ -207,7 +207,7 @@ def _check_scalable(model: nn.Module):
                 f"{name} is a subclass of {base.__name__} and would lose its own methods; define "
                 f"`class ScaleLong{name}(SkipScalingMixin, {name})` and use that"
             )
-        raise ValueError(not_scalable(name))
+        raise ValueError(not_scalable_message(name))
 
 
 def _check_patchable(model: nn.Module):

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.errors import did_you_mean
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import TIMESTEP_CONVENTIONS, UViTModel
@@ -290,7 +290,7 @@ PRESETS = {row.name: row for row in _ROWS}
 
 def get_preset(name: str) -> Preset:
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}{near_miss(name, PRESETS)}; accepted: {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; accepted: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

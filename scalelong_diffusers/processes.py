@@ -11,11 +11,11 @@ from accelerate.utils import gather_object, parse_flag_from_env
 Result = TypeVar("Result")
 
 
-class FailedElsewhere(ValueError):
+class OtherProcessFailed(ValueError):
     """What another process could not do, by its own words."""
 
 
-class LeftOut(Exception):
+class WorkSkipped(Exception):
     """Why work is given up that can be done without. It is no failure: what was begun goes on."""
 
 
@@ -26,7 +26,7 @@ def processes() -> PartialState:
     return PartialState(cpu=on_cpu)
 
 
-def on_every_process(function: Callable[[], Result]) -> Result:
+def run_on_all_processes(function: Callable[[], Result]) -> Result:
     """
     Run a function in all processes, each with work of its own. Where it fails in one it fails in all, with the same
     reason: none waits for ever for what will not come. Where one leaves it out all do, unless another fails.
@@ -38,12 +38,12 @@ def on_every_process(function: Callable[[], Result]) -> Result:
     except Exception as raised:
         error = raised
     reason = None if error is None else " ".join(str(error).split()) or type(error).__name__
-    outcomes = gather_object([(reason, isinstance(error, LeftOut))])
+    outcomes = gather_object([(reason, isinstance(error, WorkSkipped))])
     failures = [reason for reason, is_left_out in outcomes if reason and not is_left_out]
-    if error is not None and (not failures or not isinstance(error, LeftOut)):
+    if error is not None and (not failures or not isinstance(error, WorkSkipped)):
         raise error
     if failures:
-        raise FailedElsewhere(failures[0])
+        raise OtherProcessFailed(failures[0])
     for reason, _ in filter(all, outcomes):
-        raise LeftOut(reason)
+        raise WorkSkipped(reason)
     return result

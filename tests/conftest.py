@@ -379,7 +379,7 @@ _SD_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scal
 
 
 def _small_clip(seed, width):
-    from scalelong_diffusers.text.small_clip import build_small_clip
+    from scalelong_diffusers.training.small_clip import build_small_clip
 
     torch.manual_seed(seed)
     return build_small_clip(_CAPTIONS, width, num_layers=3, num_attention_heads=2, context_length=10)
@@ -438,11 +438,11 @@ def build_kind(cases, tiny_vae):
 @pytest.fixture
 def hub(in_fresh_process, tmp_path):
     """
-    A Hub on loopback (tests/hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
+    A Hub on loopback (tests/loopback_hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
     `hub(code, *args, token=hub.owner_token, home="home")`. A home keeps what was downloaded for later processes.
     """
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("hub.py"))], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__).with_name("loopback_hub.py"))], stdout=subprocess.PIPE, text=True
     )
     url = server.stdout.readline().strip()
 
@@ -486,3 +486,33 @@ def network(tmp_path_factory) -> Path:
 @pytest.fixture
 def project_root() -> Path:
     return Path(__file__).parent.parent
+
+
+@pytest.fixture(params=["sd1", "sd2", "sdxl"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def draw():
+    """`draw(pipe)`: an image, from the same noise each time."""
+
+    def run(pipe, prompt="a red circle"):
+        generator = torch.Generator().manual_seed(0)
+        return pipe(prompt, num_inference_steps=2, generator=generator, output_type="pt").images
+
+    return run
+
+
+@pytest.fixture
+def predict():
+    """`predict(pipe, arguments)`: what the U-Net says of the same latents each time."""
+
+    def run(pipe, arguments):
+        generator = torch.Generator().manual_seed(0)
+        count = len(arguments["encoder_hidden_states"])
+        latents = torch.randn(count, 4, 8, 8, generator=generator)
+        with torch.no_grad():
+            return pipe.unet(latents, torch.arange(count) * 300, **arguments).sample
+
+    return run

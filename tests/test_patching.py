@@ -17,7 +17,7 @@ from scalelong_diffusers import (
     set_skip_scaling_strength,
     skip_connections,
 )
-from scalelong_diffusers.models.long_skips import SKIP_LAYOUTS, SkipHook, SkipLayout, up_block_skips
+from scalelong_diffusers.models.skips import SKIP_LAYOUTS, SkipHook, SkipLayout, up_block_skips
 
 
 LS = {"method": "ls", "reduction": 4}

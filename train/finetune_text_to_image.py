@@ -22,16 +22,10 @@ import torch.nn.functional as F
 from diffusers.utils import is_peft_available
 from torch import nn
 
-from scalelong_diffusers.adapters import NO_PEFT
-from scalelong_diffusers.data import Batch, DataSettings, load_training_data
+from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.hub.adapters import NO_PEFT
 from scalelong_diffusers.randomness import generator_for, seed_for
-from scalelong_diffusers.text.stable_diffusion import (
-    encode_prompts,
-    load_stable_diffusion,
-    tokenizers,
-    training_schedule,
-)
-from scalelong_diffusers.trainer import (
+from scalelong_diffusers.training import (
     NoiseProcess,
     SampleEvaluation,
     TrainingLoop,
@@ -52,11 +46,17 @@ from scalelong_diffusers.trainer import (
     start,
     validation_losses,
 )
-from scalelong_diffusers.trainer.fine_tuning import (
+from scalelong_diffusers.training.fine_tuning_flags import (
     check_warmup,
     eight_bit_adam,
     scale_without_jump,
     settle_resolution,
+)
+from scalelong_diffusers.training.stable_diffusion import (
+    encode_prompts,
+    load_stable_diffusion,
+    tokenizers,
+    training_schedule,
 )
 
 
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None):
         settle_resolution(args, pipe)
         for tokenizer in tokenizers(pipe):
             check_validation_prompts(args.validation_prompts, tokenizer, tokenizer.model_max_length)
-        settings = DataSettings.from_arguments(args)
+        settings = DataConfig.from_arguments(args)
         channels = pipe.vae.config.in_channels
         data = load_training_data(settings, channels=channels, needs_labels=False, needs_captions=True, seed=args.seed)
         check_autoencoder(data, pipe.vae, f"that of {args.pretrained_model_name_or_path}")

@@ -23,15 +23,15 @@ from tqdm import tqdm
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from scalelong_diffusers.arguments import ArgumentParser
-from scalelong_diffusers.data import Batch, DataSettings, TrainingData, add_data_arguments, load_training_data
-from scalelong_diffusers.data.features import transform_of
-from scalelong_diffusers.processes import on_every_process
-from scalelong_diffusers.text.encoding import hidden_states, max_tokens, tokenize
-from scalelong_diffusers.trainer import check_processes, load_vae, mistakes_as_sentences, run_script
-from scalelong_diffusers.trainer.latents import moments_of, text_encoder_checksum, weights_checksum
-from scalelong_diffusers.trainer.loop import on_main_process
-from scalelong_diffusers.trainer.precomputing import FeatureWriter, ShardToWrite
-from scalelong_diffusers.trainer.text import TextEncoder, load_named_text_encoder
+from scalelong_diffusers.data import Batch, DataConfig, TrainingData, add_data_arguments, load_training_data
+from scalelong_diffusers.data.precomputed import transform_of
+from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
+from scalelong_diffusers.processes import run_on_all_processes
+from scalelong_diffusers.training import check_processes, load_vae, mistakes_as_sentences, run_script
+from scalelong_diffusers.training.latents import moments_of, text_encoder_checksum, weights_checksum
+from scalelong_diffusers.training.loop import on_main_process
+from scalelong_diffusers.training.precomputing import FeatureWriter, ShardToWrite
+from scalelong_diffusers.training.text import TextEncoder, load_named_text_encoder
 
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None):
         vae = load_vae(args, accelerator)
         text = load_named_text_encoder(args, accelerator)
         data = load_training_data(
-            DataSettings.from_arguments(args),
+            DataConfig.from_arguments(args),
             channels=vae.config.in_channels,
             needs_labels=args.with_labels,
             needs_captions=text is not None,
@@ -99,7 +99,7 @@ def write(
         return others | {name: column.to("cpu", dtype) for name, column in columns.items()}
 
     def write_shard(shard: ShardToWrite | None):
-        if shard is not None and not shard.is_whole():
+        if shard is not None and not shard.is_complete():
             shard.write([encode(batch) for batch in shard.batches(args.batch_size, args.dataloader_num_workers)])
 
     on_main_process(accelerator, writer.begin)
@@ -108,7 +108,7 @@ def write(
     # In turns: what one process can not encode ends all of them then, and not when the others are through.
     turns = writer.turns(accelerator.process_index, accelerator.num_processes)
     for shard in tqdm(turns, desc="shards", disable=not accelerator.is_local_main_process):
-        on_every_process(partial(write_shard, shard))
+        run_on_all_processes(partial(write_shard, shard))
     size = on_main_process(accelerator, writer.finish)
     accelerator.print(f"{writer.images['description']}: {size / 2**20:,.1f} MiB of features in {args.output_dir}")
 
@@ -121,7 +121,7 @@ def made_of(
     return {
         "autoencoder": {"name": args.pretrained_vae_model_name_or_path, "checksum": weights_checksum(vae)},
         "text_encoder": None if text is None else describe_text(args, *text),
-        "transform": transform_of(DataSettings.from_arguments(args), data.channels),
+        "transform": transform_of(DataConfig.from_arguments(args), data.channels),
         "data": data.fingerprint,
         "columns": ["moments", *(name for name, wanted in columns.items() if wanted)],
         "dtype": args.dtype,

@@ -22,11 +22,11 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline
-from scalelong_diffusers.data import Batch, DataSettings, load_training_data
+from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder
 from scalelong_diffusers.presets import get_preset
 from scalelong_diffusers.randomness import generator_for
-from scalelong_diffusers.text.encoding import CaptionEncoder
-from scalelong_diffusers.trainer import (
+from scalelong_diffusers.training import (
     NoiseProcess,
     SampleEvaluation,
     TrainingLoop,
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None):
         accelerator = start(args)
         vae = load_vae(args, accelerator)
         text = load_named_text_encoder(args, accelerator)
-        settings = DataSettings.from_arguments(args)
+        settings = DataConfig.from_arguments(args)
         data = load_training_data(
             settings, channels=vae and vae.config.in_channels, needs_labels=False, needs_captions=True, seed=args.seed
         )

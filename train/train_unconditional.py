@@ -17,9 +17,9 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline
-from scalelong_diffusers.data import Batch, DataSettings, load_training_data
+from scalelong_diffusers.data import Batch, DataConfig, load_training_data
 from scalelong_diffusers.randomness import generator_for
-from scalelong_diffusers.trainer import (
+from scalelong_diffusers.training import (
     NoiseProcess,
     SampleEvaluation,
     TrainingLoop,
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None):
     with mistakes_as_sentences():
         accelerator = start(args)
         vae = load_vae(args, accelerator)
-        settings = DataSettings.from_arguments(args)
+        settings = DataConfig.from_arguments(args)
         data = load_training_data(
             settings, channels=vae and vae.config.in_channels, needs_labels=False, needs_captions=False, seed=args.seed
         )

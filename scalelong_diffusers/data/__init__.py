@@ -1,23 +1,23 @@
 """A data set becomes batches."""
 
-from scalelong_diffusers.data.arguments import DataSettings, add_data_arguments
 from scalelong_diffusers.data.batch import Batch
-from scalelong_diffusers.data.images import BadImage
-from scalelong_diffusers.data.shapes import COLOURS, SHAPE_CLASSES, SHAPES, recognise
-from scalelong_diffusers.data.streams import Stream
+from scalelong_diffusers.data.config import DataConfig, add_data_arguments
+from scalelong_diffusers.data.images import UnreadableImage
+from scalelong_diffusers.data.shapes import COLORS, SHAPE_CLASSES, SHAPES, recognize
+from scalelong_diffusers.data.stream import Stream
 from scalelong_diffusers.data.training_data import TrainingData, load_training_data
 
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "SHAPES",
     "SHAPE_CLASSES",
-    "BadImage",
     "Batch",
-    "DataSettings",
+    "DataConfig",
     "Stream",
     "TrainingData",
+    "UnreadableImage",
     "add_data_arguments",
     "load_training_data",
-    "recognise",
+    "recognize",
 ]

@@ -23,11 +23,11 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
 
 
-class BadImage(ValueError):
+class UnreadableImage(ValueError):
     """An image that can not be used, in a sentence that names it."""
 
-    def with_advice(self) -> "BadImage":
-        return BadImage(f"{self}; on_bad_image='skip' leaves it out")
+    def with_skip_advice(self) -> "UnreadableImage":
+        return UnreadableImage(f"{self}; on_bad_image='skip' leaves it out")
 
 
 def is_sample_grid(file: str | os.PathLike) -> bool:
@@ -71,7 +71,7 @@ def with_channels(image: Image.Image, channels: int) -> Image.Image:
     return image.convert(_MODES[channels])
 
 
-def is_grey(image: Image.Image) -> bool:
+def is_gray(image: Image.Image) -> bool:
     """Whether no pixel has a colour, however the image is stored."""
     if image.mode in ("1", "L", "LA", "La"):
         return True
@@ -79,7 +79,7 @@ def is_grey(image: Image.Image) -> bool:
     return bool((pixels == pixels[..., :1]).all())
 
 
-def some_of(count: int) -> np.ndarray:
+def spread_indices(count: int) -> np.ndarray:
     """Where to look in a set to tell whether it is grey: up to 16 places from all over it."""
     return np.linspace(0, count - 1, min(16, count)).astype(int)
 

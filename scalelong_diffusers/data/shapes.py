@@ -13,7 +13,7 @@ from scalelong_diffusers.randomness import generator_for
 
 
 # A sixth of the colour circle apart.
-COLOURS = {
+COLORS = {
     "red": (225, 35, 35),
     "yellow": (230, 220, 30),
     "green": (35, 190, 45),
@@ -62,7 +62,7 @@ def _star(x, y):
 
 
 SHAPES = {"circle": _circle, "square": _square, "triangle": _triangle, "cross": _cross, "star": _star}
-SHAPE_CLASSES = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+SHAPE_CLASSES = [f"{colour} {shape}" for colour in COLORS for shape in SHAPES]
 
 
 def _coverage(shape: str, size: int, centre: tuple[float, float], radius: float, angle: float) -> np.ndarray:
@@ -116,7 +116,7 @@ class Drawing:
     def paint(self, size: int) -> np.ndarray:
         """(size, size, 3), uint8."""
         coverage = _coverage(self.shape, size, self.centre, self.radius, self.angle)[..., None]
-        colour = np.array(COLOURS[self.colour], np.float32) * self.brightness
+        colour = np.array(COLORS[self.colour], np.float32) * self.brightness
         return (self.tone + 0.5 + coverage * (colour - self.tone)).astype(np.uint8)
 
     def captions(self) -> list[str]:
@@ -155,7 +155,7 @@ class Shapes:
         return f"shapes {self.count} 1"  # the last number is raised when other images are drawn
 
 
-def recognise(image: Image.Image) -> tuple[str, str | None] | None:
+def recognize(image: Image.Image) -> tuple[str, str | None] | None:
     """
     The colour and the shape that an image shows, read from its pixels alone; None where nothing coloured stands out,
     and None for the shape where what does is none of them.
@@ -186,7 +186,7 @@ def _border(pixels: np.ndarray) -> np.ndarray:
 
 
 def _nearest_hue(colour: np.ndarray) -> str:
-    return min(COLOURS, key=lambda name: abs((_hue(colour) - _hue(np.array(COLOURS[name])) + 0.5) % 1 - 0.5))
+    return min(COLORS, key=lambda name: abs((_hue(colour) - _hue(np.array(COLORS[name])) + 0.5) % 1 - 0.5))
 
 
 def _hue(colour: np.ndarray) -> float:

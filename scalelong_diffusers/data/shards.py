@@ -22,16 +22,16 @@ import pyarrow.types as pat
 from huggingface_hub.errors import HTTPError
 from PIL import Image
 
-from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.orders import MOST_LANES, Groups
 from scalelong_diffusers.data.shard_files import ShardFile, open_shard_file
 from scalelong_diffusers.data.tables import (
     VALIDATION_SPLITS,
     ImageTable,
     MissingLabel,
+    dataset_errors,
     files_by_split,
     find_column,
-    hub_errors_of,
     one_line,
 )
 
@@ -54,7 +54,7 @@ class ShardTable:
         self,
         files: Sequence[str],
         where: str,
-        settings: DataSettings,
+        settings: DataConfig,
         needs_labels: bool,
         needs_captions: bool,
         features: datasets.Features | None = None,
@@ -210,7 +210,7 @@ def _described(schema: pa.Schema) -> str:
 
 
 def open_shards(
-    settings: DataSettings, needs_labels: bool, needs_captions: bool
+    settings: DataConfig, needs_labels: bool, needs_captions: bool
 ) -> tuple[ShardTable, ShardTable | None]:
     files, where, features = _hub_files(settings) if settings.train_data_dir is None else _folder_files(settings)
     if "train" not in files:
@@ -229,7 +229,7 @@ def open_shards(
     return train, None
 
 
-def _folder_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, None]:
+def _folder_files(settings: DataConfig) -> tuple[dict[str, list[str]], str, None]:
     folder = Path(settings.train_data_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"train_data_dir: there is no folder {str(folder)!r}")
@@ -242,9 +242,9 @@ def _folder_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, No
     return files, f"the folder {folder.resolve().name}", None
 
 
-def _hub_files(settings: DataSettings) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
+def _hub_files(settings: DataConfig) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
     name = settings.dataset_name
-    with hub_errors_of(settings):
+    with dataset_errors(settings):
         builder = datasets.load_dataset_builder(
             name, settings.dataset_config_name, revision=settings.dataset_revision, cache_dir=settings.cache_dir
         )

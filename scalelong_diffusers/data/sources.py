@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.orders import Groups
 from scalelong_diffusers.data.shapes import Shapes
 
@@ -15,7 +15,7 @@ class Source(Protocol):
     Images by number.
 
     `num_classes` is None where they have no labels, `class_names` where the classes are plain numbers too.
-    `image(index)` raises `BadImage`; `identity()` is a text that changes when the images, labels or captions do.
+    `image(index)` raises `UnreadableImage`; `identity()` is a text that changes when the images, labels or captions do.
     """
 
     class_names: list[str] | None
@@ -30,7 +30,7 @@ class Source(Protocol):
     def identity(self) -> str: ...
 
 
-def open_sources(settings: DataSettings, needs_labels: bool, needs_captions: bool) -> tuple[Source, Source | None]:
+def open_sources(settings: DataConfig, needs_labels: bool, needs_captions: bool) -> tuple[Source, Source | None]:
     """The source of training, and that of validation where the data set has one of its own."""
     if settings.dataset_name is None and settings.train_data_dir is None:
         return Shapes(settings.num_shapes, settings.resolution), None
@@ -51,20 +51,20 @@ class Shares(NamedTuple):
     validation: np.ndarray
 
 
-def share_out(source: Source, validation: Source | None, settings: DataSettings) -> Shares:
+def share_out(source: Source, validation: Source | None, settings: DataConfig) -> Shares:
     """A share of the images is held out where there are no others for validation. The run's seed has no part in it."""
     if settings.streaming:
         return _share_out_groups(source, validation, settings)
-    order = fixed_order(len(source))
+    order = fixed_permutation(len(source))
     if validation is None:
         count = _validation_count(len(source), settings)
         held_out, order = order[:count], order[count:]
     else:
-        held_out = fixed_order(len(validation))[: settings.validation_size]
+        held_out = fixed_permutation(len(validation))[: settings.validation_size]
     return Shares(np.sort(order[: settings.max_train_samples]), np.sort(held_out))
 
 
-def _share_out_groups(source: Source, validation: Source | None, settings: DataSettings) -> Shares:
+def _share_out_groups(source: Source, validation: Source | None, settings: DataConfig) -> Shares:
     """Where rows are dear to read those held out are neighbours: the first of the last file."""
     starts, ends = source.group_starts[:-1], source.group_starts[1:]
     if validation is not None:
@@ -81,11 +81,11 @@ def _share_out_groups(source: Source, validation: Source | None, settings: DataS
     return Shares(Groups(starts[counts > 0], counts[counts > 0]), held_out)
 
 
-def _validation_count(count: int, settings: DataSettings) -> int:
+def _validation_count(count: int, settings: DataConfig) -> int:
     """How many images are held out of those for training."""
     return min(settings.validation_size, max(1, count // 10))
 
 
-def fixed_order(count: int) -> np.ndarray:
+def fixed_permutation(count: int) -> np.ndarray:
     """A random one, so that the first of a set that is sorted may stand for all."""
     return np.random.default_rng(0).permutation(count)

@@ -14,10 +14,10 @@ import pyarrow.types as pat
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from scalelong_diffusers.data.arguments import DataSettings
-from scalelong_diffusers.data.images import BadImage, is_sample_grid, read_image
-from scalelong_diffusers.hub import hub_errors_as_sentences
-from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.data.config import DataConfig
+from scalelong_diffusers.data.images import UnreadableImage, is_sample_grid, read_image
+from scalelong_diffusers.download import hub_errors
+from scalelong_diffusers.errors import did_you_mean
 
 
 COLUMNS = {
@@ -30,7 +30,7 @@ _SPLITS = ("train", *VALIDATION_SPLITS)
 
 
 def open_tables(
-    settings: DataSettings, needs_labels: bool, needs_captions: bool
+    settings: DataConfig, needs_labels: bool, needs_captions: bool
 ) -> tuple["ImageTable", "ImageTable | None"]:
     splits, where = _load_hub(settings) if settings.train_data_dir is None else _load_folder(settings)
     if "train" not in splits:
@@ -46,21 +46,21 @@ def open_tables(
     return train, None
 
 
-def _load_hub(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
+def _load_hub(settings: DataConfig) -> tuple[dict[str, Dataset], str]:
     name, revision = settings.dataset_name, settings.dataset_revision
-    with hub_errors_of(settings):
+    with dataset_errors(settings):
         config = settings.dataset_config_name
         return datasets.load_dataset(name, config, revision=revision, cache_dir=settings.cache_dir), name
 
 
 @contextmanager
-def hub_errors_of(settings: DataSettings):
+def dataset_errors(settings: DataConfig):
     """What `datasets` says of a data set on the Hub, in a sentence."""
     name, revision = settings.dataset_name, settings.dataset_revision
     if os.path.isdir(name):
         raise ValueError(f"dataset_name={name!r} is a local folder, not an id on the Hub; give it as train_data_dir")
     try:
-        with hub_errors_as_sentences(name, revision):
+        with hub_errors(name, revision):
             yield
     except ConnectionError as error:
         raise OSError(
@@ -79,7 +79,7 @@ def hub_errors_of(settings: DataSettings):
         raise ValueError(f"the data set {name} can not be loaded: {reason}{advice}") from error
 
 
-def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
+def _load_folder(settings: DataConfig) -> tuple[dict[str, Dataset], str]:
     folder = Path(settings.train_data_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"train_data_dir: there is no folder {str(folder)!r}")
@@ -93,7 +93,7 @@ def _load_folder(settings: DataSettings) -> tuple[dict[str, Dataset], str]:
         raise ValueError(f"{where} can not be loaded: {reason}{advice}") from error
 
 
-def _open_folder(folder: Path, settings: DataSettings) -> dict[str, Dataset]:
+def _open_folder(folder: Path, settings: DataConfig) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = _load_saved(folder)
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
@@ -166,7 +166,7 @@ def find_column(columns: list[str], kind: str, given: str | None, where: str) ->
     listed = f"its columns: {', '.join(columns)}"
     if given is not None:
         if given not in columns:
-            raise ValueError(f"{where} has no column {given!r}{near_miss(given, columns)}; {listed}")
+            raise ValueError(f"{where} has no column {given!r}{did_you_mean(given, columns)}; {listed}")
         return given
     found = next((name for name in COLUMNS[kind] if name in columns), None)
     if found is None:
@@ -188,7 +188,7 @@ class ImageTable:
         self,
         dataset: Dataset,
         where: str,
-        settings: DataSettings,
+        settings: DataConfig,
         needs_labels: bool,
         needs_captions: bool,
         classes_of: "ImageTable | None" = None,
@@ -220,7 +220,7 @@ class ImageTable:
                 raise ValueError(f"column {self._image_column!r} is empty there")
             return read_image(file)
         except ValueError as error:
-            raise BadImage(f"{self.name(index)} can not be read: {error}") from error
+            raise UnreadableImage(f"{self.name(index)} can not be read: {error}") from error
 
     def _file(self, index: int) -> bytes | str | None:
         """The content of an image file or else its path."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from scalelong_diffusers.data.arguments import DataSettings
-from scalelong_diffusers.data.features import FeatureRows, Features
-from scalelong_diffusers.data.images import BadImage, Transform, is_grey, some_of
+from scalelong_diffusers.data.config import DataConfig
+from scalelong_diffusers.data.images import Transform, UnreadableImage, is_gray, spread_indices
 from scalelong_diffusers.data.orders import Groups
+from scalelong_diffusers.data.precomputed import FeatureRows, Features
 from scalelong_diffusers.data.sources import Shares, Source, open_sources, share_out
-from scalelong_diffusers.data.streams import ImageRows, Rows, ShardStream, Stream
+from scalelong_diffusers.data.stream import ImageRows, Rows, ShardStream, Stream
 
 
 CHANNELS = (1, 3, 4)
@@ -49,7 +49,7 @@ class TrainingData:
 
 
 def load_training_data(
-    settings: DataSettings, *, channels: int | None, needs_labels: bool, needs_captions: bool, seed: int
+    settings: DataConfig, *, channels: int | None, needs_labels: bool, needs_captions: bool, seed: int
 ) -> TrainingData:
     """
     Open the data that the settings name.
@@ -61,7 +61,7 @@ def load_training_data(
         seed: of the run; the share held out for validation does not depend on it.
 
     ```python
-    data = load_training_data(DataSettings(), channels=3, needs_labels=True, needs_captions=False, seed=0)
+    data = load_training_data(DataConfig(), channels=3, needs_labels=True, needs_captions=False, seed=0)
     for batch in data.train.batches(batch_size=64, num_steps=1000):
         batch["pixel_values"], batch["labels"]
     ```
@@ -97,7 +97,7 @@ def load_training_data(
     )
 
 
-def _load_features(settings: DataSettings, needs_labels: bool, needs_captions: bool, seed: int) -> TrainingData:
+def _load_features(settings: DataConfig, needs_labels: bool, needs_captions: bool, seed: int) -> TrainingData:
     features = Features(settings.precomputed_dir)
     features.check(settings, needs_labels, needs_captions)
     source, validation_source = features.splits["train"], features.splits.get("validation")
@@ -140,23 +140,23 @@ def _read_all(validation: Stream):
 
 def _look_at_some(source: Source, indices: np.ndarray, skip_bad: bool) -> list[tuple[int, Image.Image]]:
     """Some images from all over the set, with their numbers; any that can be read where those can not."""
-    some = indices[some_of(len(indices))]
+    some = indices[spread_indices(len(indices))]
     images = []
     for tried, index in enumerate(itertools.chain(some, indices)):
         if tried >= len(some) and images:
             break
         try:
             images.append((int(index), source.image(int(index))))
-        except BadImage as error:
+        except UnreadableImage as error:
             if not skip_bad:
-                raise error.with_advice() from error
+                raise error.with_skip_advice() from error
     if not images:
         raise ValueError(f"{source.description}: none of those for training can be read")
     return images
 
 
 def _choose_channels(channels: int | None, images: list[tuple[int, Image.Image]], source: Source) -> int:
-    coloured = next((index for index, image in images if not is_grey(image)), None)
+    coloured = next((index for index, image in images if not is_gray(image)), None)
     if channels is None:
         return 1 if coloured is None else 3
     if channels == 1 and coloured is not None:
@@ -167,7 +167,7 @@ def _choose_channels(channels: int | None, images: list[tuple[int, Image.Image]]
     return channels
 
 
-def _transform(settings: DataSettings, channels: int) -> Transform:
+def _transform(settings: DataConfig, channels: int) -> Transform:
     return Transform(
         resolution=settings.resolution,
         channels=channels,
@@ -178,7 +178,7 @@ def _transform(settings: DataSettings, channels: int) -> Transform:
     )
 
 
-def _fingerprint(train: Stream, validation: Stream, settings: DataSettings) -> str:
+def _fingerprint(train: Stream, validation: Stream, settings: DataConfig) -> str:
     rows = train.rows
     sources = dict.fromkeys((rows.source, validation.rows.source))  # which may be the same one
     parts = (

@@ -1,9 +1,9 @@
 """Images become figures: how far they are from those of a data set."""
 
 from scalelong_diffusers.evaluation.evaluate import evaluate_images, feature_statistics, reference_statistics
-from scalelong_diffusers.evaluation.features import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.images import ImageFiles
-from scalelong_diffusers.evaluation.metrics import METRICS, frechet_distance, kernel_distance, too_small
+from scalelong_diffusers.evaluation.image_files import ImageFiles
+from scalelong_diffusers.evaluation.metrics import METRICS, frechet_distance, kernel_distance, sample_size_warnings
+from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
 from scalelong_diffusers.evaluation.packages import MissingPackage
 from scalelong_diffusers.evaluation.reference import Reference, open_reference
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
@@ -23,5 +23,5 @@ __all__ = [
     "load_features",
     "open_reference",
     "reference_statistics",
-    "too_small",
+    "sample_size_warnings",
 ]

@@ -11,11 +11,11 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from scalelong_diffusers.evaluation.features import FeatureExtractor
-from scalelong_diffusers.evaluation.metrics import METRICS, check_metrics, distances, too_small
+from scalelong_diffusers.evaluation.metrics import METRICS, check_metrics, distances, sample_size_warnings
+from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.evaluation.reference import Reference
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
-from scalelong_diffusers.processes import on_every_process, processes
+from scalelong_diffusers.processes import processes, run_on_all_processes
 
 
 def feature_statistics(
@@ -31,7 +31,7 @@ def feature_statistics(
         for batch in images:
             moments.add(features(batch))
 
-    on_every_process(look_at_share)
+    run_on_all_processes(look_at_share)
     n, mean, covariance, kept = moments.finish()
     return FeatureStatistics(mean, covariance, kept, n, features.name, features.fingerprint, about or {})
 
@@ -101,14 +101,14 @@ def evaluate_images(
     check_features(reference, features)
     statistics = feature_statistics(images, features)
     figures = distances(metrics, reference, statistics, seed)
-    return {**figures, "n": statistics.n, "warnings": warnings_of(metrics, statistics.n, reference)}
+    return {**figures, "n": statistics.n, "warnings": evaluation_warnings(metrics, statistics.n, reference)}
 
 
-def warnings_of(metrics: Sequence[str], n: int, reference: FeatureStatistics) -> list[str]:
+def evaluation_warnings(metrics: Sequence[str], n: int, reference: FeatureStatistics) -> list[str]:
     """What is to be said of the figures of n images."""
-    warnings = too_small(metrics, n, reference.num_features)
+    warnings = sample_size_warnings(metrics, n, reference.num_features)
     if reference.n is not None and reference.n < n:
-        warnings += too_small(metrics, reference.n, reference.num_features, "reference images")
+        warnings += sample_size_warnings(metrics, reference.n, reference.num_features, "reference images")
     if unreadable := reference.about.get("unreadable"):
         warnings.append(
             f"{unreadable:,} of the {reference.n:,} reference images can not be used: others stand in their place, "

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from scalelong_diffusers.errors import did_you_mean
 from scalelong_diffusers.evaluation.packages import torchmetrics_needed
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
-from scalelong_diffusers.messages import near_miss
 from scalelong_diffusers.randomness import seed_for
 
 
@@ -29,13 +29,13 @@ def check_metrics(metrics: Sequence[str]):
         raise ValueError(f"no metric is given; accepted: {', '.join(METRICS)}")
     for name in metrics:
         if name not in METRICS:
-            raise ValueError(f"unknown metric {name!r}{near_miss(name, METRICS)}; accepted: {', '.join(METRICS)}")
+            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}; accepted: {', '.join(METRICS)}")
     if "kid" in metrics:
         with torchmetrics_needed("KID"):
             from torchmetrics.image.kid import KernelInceptionDistance  # noqa: F401
 
 
-def check_kept(metrics: Sequence[str], statistics: FeatureStatistics):
+def check_features_kept(metrics: Sequence[str], statistics: FeatureStatistics):
     """Refuse KID where there are no features to compare."""
     if "kid" in metrics and statistics.kept is None:
         raise ValueError(
@@ -64,8 +64,8 @@ def _root(covariance: torch.Tensor) -> torch.Tensor:
 
 def kernel_distance(one: FeatureStatistics, other: FeatureStatistics, seed: int = 0) -> tuple[float, float]:
     """KID, its mean and its standard deviation over torchmetrics' hundred pairs of subsets, which the seed draws."""
-    check_kept(("kid",), one)
-    check_kept(("kid",), other)
+    check_features_kept(("kid",), one)
+    check_features_kept(("kid",), other)
     size = min(KID_SUBSET_SIZE, len(one.kept), len(other.kept))
     with torchmetrics_needed("KID"):
         from torchmetrics.image.kid import KernelInceptionDistance
@@ -91,7 +91,7 @@ def distances(
     return figures
 
 
-def too_small(metrics: Sequence[str], n: int, num_features: int, what: str = "images") -> list[str]:
+def sample_size_warnings(metrics: Sequence[str], n: int, num_features: int, what: str = "images") -> list[str]:
     """What is to be said of figures that rest on few images."""
     said = []
     if "fid" in metrics and n <= num_features:

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 
-from scalelong_diffusers.data import DataSettings
-from scalelong_diffusers.data.images import Transform, is_grey, some_of
-from scalelong_diffusers.data.sources import Source, fixed_order, open_sources
-from scalelong_diffusers.data.streams import ImageRows, Stream
-from scalelong_diffusers.evaluation.features import FeatureExtractor
+from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.data.images import Transform, is_gray, spread_indices
+from scalelong_diffusers.data.sources import Source, fixed_permutation, open_sources
+from scalelong_diffusers.data.stream import ImageRows, Stream
+from scalelong_diffusers.errors import did_you_mean
+from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.evaluation.statistics import SUFFIXES
-from scalelong_diffusers.messages import near_miss
 
 
 SHAPES = "shapes"
@@ -55,7 +55,7 @@ class Reference:
         They come in a fixed random order, so that the first ones may stand for all. The names of those that others
         took the place of, where bad images are skipped, are added to `unreadable`.
         """
-        order = fixed_order(len(self.source))
+        order = fixed_permutation(len(self.source))
         rows = ImageRows(self.source, self.transform, needs_labels=False, needs_captions=False)
         stream = Stream("reference", rows, order, seed=0, endless=False, skip_bad=self.skip_bad)
         for batch in stream.batches(batch_size, num_processes=num_processes, rank=rank, num_workers=self.num_workers):
@@ -88,13 +88,13 @@ def open_reference(
         reference: the id of a data set on the Hub, a folder, or `"shapes"`.
         resolution, channels: of the images that are judged; channels are 1 (grey) or 3.
         split: `"train"`, or `"validation"` for the set's own split for it.
-        data: fields of `DataSettings`, such as `crop_size`, where the data have to be told.
+        data: fields of `DataConfig`, such as `crop_size`, where the data have to be told.
     """
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 (grey) or 3, got {channels}")
     if split not in SPLITS:
         raise ValueError(f"split must be {' or '.join(SPLITS)}, got {split!r}")
-    settings = DataSettings(resolution=resolution, **_where(reference), **data)
+    settings = DataConfig(resolution=resolution, **_where(reference), **data)
     train, validation = _open(reference, settings, needs_captions)
     sources = {"train": train, "validation": validation}
     if sources[split] is None:
@@ -128,19 +128,19 @@ def _where(reference: str) -> dict[str, str]:
     return {"train_data_dir" if os.path.isdir(reference) else "dataset_name": reference}
 
 
-def _open(reference: str, settings: DataSettings, needs_captions: bool) -> tuple[Source, Source | None]:
+def _open(reference: str, settings: DataConfig, needs_captions: bool) -> tuple[Source, Source | None]:
     try:
         return open_sources(settings, needs_labels=False, needs_captions=needs_captions)
     except OSError as error:
         if reference == SHAPES or os.path.isdir(reference):
             raise
         raise OSError(
-            f"the reference {reference}{near_miss(reference, [SHAPES])} is no local folder, and as a data set on the "
+            f"the reference {reference}{did_you_mean(reference, [SHAPES])} is no local folder, and as a data set on the "
             f"Hub it can not be had: {error}"
         ) from error
 
 
 def _refuse_colour(source: Source):
-    for index in some_of(len(source)).tolist():
-        if not is_grey(source.image(index)):
+    for index in spread_indices(len(source)).tolist():
+        if not is_gray(source.image(index)):
             raise ValueError(f"the images that are judged are grey, and {source.name(index)} of the reference is not")

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from scalelong_diffusers.data.sources import fixed_order
+from scalelong_diffusers.data.sources import fixed_permutation
+from scalelong_diffusers.download import read_json
 from scalelong_diffusers.evaluation.evaluate import (
     check_features,
     check_size,
@@ -18,9 +19,9 @@ from scalelong_diffusers.evaluation.evaluate import (
     reference_statistics,
     with_progress,
 )
-from scalelong_diffusers.evaluation.features import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.images import ImageFiles
-from scalelong_diffusers.evaluation.metrics import check_kept, check_metrics
+from scalelong_diffusers.evaluation.image_files import ImageFiles
+from scalelong_diffusers.evaluation.metrics import check_features_kept, check_metrics
+from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
 from scalelong_diffusers.evaluation.reference import (
     SHAPES,
     Reference,
@@ -30,11 +31,10 @@ from scalelong_diffusers.evaluation.reference import (
     open_reference,
 )
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
-from scalelong_diffusers.hub import read_json
 from scalelong_diffusers.pipelines import ScaleLongTextToImagePipeline, load_pipeline
 from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.pipelines.sampling import SampleSettings, Sampling, choose_device, read_sample_settings
 from scalelong_diffusers.processes import processes
-from scalelong_diffusers.sampling import SampleSettings, Sampling, choose_device, noted_settings
 
 
 RESULT_FILE = "evaluation.jsonl"
@@ -53,7 +53,7 @@ class Evaluation:
         metrics: of `METRICS`.
         n: how many images.
         cache_dir: where statistics of references are kept.
-        data: the split of the reference, and fields of `DataSettings`.
+        data: the split of the reference, and fields of `DataConfig`.
     """
 
     reference: str
@@ -72,7 +72,7 @@ class Evaluation:
             if self.data:
                 name = next(iter(self.data))
                 raise ValueError(f"--{name} is for a data set, and {self.reference} is a file of statistics")
-            check_kept(self.metrics, self.statistics_of_file)
+            check_features_kept(self.metrics, self.statistics_of_file)
         if "num_shapes" in self.data and self.reference != SHAPES:
             raise ValueError(
                 f"--num_shapes is for the built-in set, {SHAPES!r}, and the reference is {self.reference}"
@@ -152,7 +152,7 @@ def evaluate_folder(evaluation: Evaluation, folder: str) -> dict[str, Any]:
     """Of images that are there; where `scalelong sample` made them, what it noted is told."""
     images = ImageFiles.of_folder(folder, evaluation.n)
     reference = evaluation.open_reference(images.width, images.height, images.channels)
-    about = _about_samples(noted_settings(Path(folder)))
+    about = _about_samples(read_sample_settings(Path(folder)))
     return evaluation.measure(images, evaluation.statistics(reference), about, Path(folder))
 
 
@@ -181,7 +181,7 @@ def evaluate_pipeline(
     images = Sampling(pipe, settings, out, n, evaluation.batch_size)
     statistics = evaluation.statistics(reference)
     images.make()
-    return evaluation.measure(ImageFiles.sampled(out, n), statistics, _about_samples(noted_settings(out)), out)
+    return evaluation.measure(ImageFiles.sampled(out, n), statistics, _about_samples(read_sample_settings(out)), out)
 
 
 def _about_samples(noted: dict[str, Any] | None) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _captions(reference: Reference | None, n: int, model: str) -> list[str]:
     """
     if reference is None:
         raise ValueError(f"{model} is a model of text, and a file of statistics has no captions: give --prompts FILE")
-    return [reference.source.captions(k)[0] for k in fixed_order(len(reference))[:n].tolist()]
+    return [reference.source.captions(k)[0] for k in fixed_permutation(len(reference))[:n].tolist()]
 
 
 def _lines(file: Path) -> list[str]:

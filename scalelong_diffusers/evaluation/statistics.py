@@ -90,7 +90,7 @@ class FeatureStatistics:
 
     @classmethod
     def _load_npz(cls, file: str | os.PathLike) -> "FeatureStatistics":
-        from scalelong_diffusers.evaluation.features import INCEPTION, INCEPTION_FINGERPRINT
+        from scalelong_diffusers.evaluation.networks import INCEPTION, INCEPTION_FINGERPRINT
 
         with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             if not {"mu", "sigma"} <= set(arrays):

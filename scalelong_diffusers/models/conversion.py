@@ -70,7 +70,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True)
-class UntoldByWeights:
+class CheckpointDetails:
     """
     What a checkpoint's weights do not tell of its model.
 
@@ -88,7 +88,7 @@ class UntoldByWeights:
     context_length: int | None = None
 
 
-def convert_from_reference(source: str, target: str, untold: UntoldByWeights) -> UViTModel:
+def convert_from_reference(source: str, target: str, untold: CheckpointDetails) -> UViTModel:
     """Read a `.pth`, or the `nnet_ema.pth` of a training folder, and write the folder `target` of a `UViTModel`."""
     _refuse_existing(target, is_folder=True)
     model = model_from_reference(load_reference(source), untold, source)
@@ -143,7 +143,7 @@ def load_reference(source: str) -> StateDict:
     return dict(state)
 
 
-def model_from_reference(state: StateDict, untold: UntoldByWeights, source: str) -> UViTModel:
+def model_from_reference(state: StateDict, untold: CheckpointDetails, source: str) -> UViTModel:
     """The model whose weights are `state`; `source` is named in errors."""
     config = _architecture(state, untold, source)
     with torch.device("meta"):
@@ -196,7 +196,7 @@ def _reference_key(key: str, num_skips: int) -> str:
     return key
 
 
-def _architecture(state: StateDict, untold: UntoldByWeights, source: str) -> dict:
+def _architecture(state: StateDict, untold: CheckpointDetails, source: str) -> dict:
     """The config that the weights tell, with what they do not."""
     for key, (ndim, is_essential) in _TELLING.items():
         if (key not in state and is_essential) or (key in state and state[key].ndim != ndim):
@@ -247,7 +247,7 @@ def _gates(state: StateDict) -> dict[str, Any] | None:
     return {"method": "ls", "shared": shared, "reduction": 16 if width // 16 == hidden else width // hidden}
 
 
-def _check_untold(untold: UntoldByWeights, told_scaling: Mapping[str, Any] | None, has_text: bool, source: str):
+def _check_untold(untold: CheckpointDetails, told_scaling: Mapping[str, Any] | None, has_text: bool, source: str):
     needed = {
         "--num_attention_heads N": untold.num_attention_heads is None,
         f"--timesteps {{{','.join(TIMESTEP_CONVENTIONS)}}}": untold.timesteps is None,

@@ -8,9 +8,9 @@ from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
 
-from scalelong_diffusers.hub import HubMixin
-from scalelong_diffusers.messages import near_miss
-from scalelong_diffusers.models.long_skips import SKIP_LAYOUTS, SkipLayout, add_skip_hooks, remove_skip_hooks
+from scalelong_diffusers.errors import did_you_mean
+from scalelong_diffusers.models.hub_mixin import HubMixin
+from scalelong_diffusers.models.skips import SKIP_LAYOUTS, SkipLayout, add_skip_hooks, remove_skip_hooks
 from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
 
 
@@ -47,7 +47,7 @@ class SkipScalingMixin(HubMixin):
             accepted = {*cls._get_init_keys(cls), *cls._deprecated_kwargs, "dtype"} - {"self"}
             for name in kwargs:
                 if name not in accepted:
-                    raise TypeError(f"{cls.__name__} takes no argument {name!r}{near_miss(name, accepted)}")
+                    raise TypeError(f"{cls.__name__} takes no argument {name!r}{did_you_mean(name, accepted)}")
         return super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
     @classmethod
@@ -174,7 +174,7 @@ def new_skip_scaler(model, config: SkipScalingConfig) -> SkipScaler | None:
     The scaler that `model` needs for a resolved config, on its device and in its dtype. None where the one it has can
     serve, as the configs differ in strength alone: its gates stay, with what they have learned.
     """
-    if isinstance(model, SkipScalingMixin) and config.equals_but_for_strength(model.skip_scaler.config):
+    if isinstance(model, SkipScalingMixin) and config.equals_except_strength(model.skip_scaler.config):
         return None
     return build_skip_scaler(model, config).to(model.device, model.dtype)
 
@@ -185,7 +185,7 @@ def forget_skip_scaling(model):
     model._internal_dict = FrozenDict(_with_class_name(config, model))
 
 
-def not_scalable(class_name: str) -> str:
+def not_scalable_message(class_name: str) -> str:
     known = ", ".join(SKIP_LAYOUTS)
     return f"{class_name} has no long skips that this package knows; models that can be scaled: {known}"
 
@@ -217,7 +217,7 @@ def _check_gates_can_serve(stored: SkipScalingConfig, wanted: SkipScalingConfig,
     """Gates that were learned as one function are not loaded as another, though their keys may be the same."""
     if not (stored.has_gates and wanted.has_gates):
         return
-    if not wanted.resolve(num_skips=1, gate_axis=stored.gate_axis).equals_but_for_strength(stored):
+    if not wanted.resolve(num_skips=1, gate_axis=stored.gate_axis).equals_except_strength(stored):
         raise ValueError(
             f"{source} was saved with the gates of {stored}, which can not serve {wanted}; load it as it is, and "
             "apply_skip_scaling gives it new gates"

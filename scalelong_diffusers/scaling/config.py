@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scalelong_diffusers.messages import near_miss
+from scalelong_diffusers.errors import did_you_mean
 from scalelong_diffusers.scaling.factors import UPPER_NOISE_RATIO, solve_kappa
 
 
@@ -86,7 +86,7 @@ class SkipScalingConfig:
     def __post_init__(self):
         if self.method not in tuple(METHODS):
             raise ValueError(
-                f"unknown skip scaling method {self.method!r}{near_miss(self.method, METHODS)}; accepted: "
+                f"unknown skip scaling method {self.method!r}{did_you_mean(self.method, METHODS)}; accepted: "
                 f"{', '.join(METHODS)}"
             )
         self._refuse_unused_fields()
@@ -132,7 +132,7 @@ class SkipScalingConfig:
         """Whether there is something to learn."""
         return self.method in ("ls", "learnable")
 
-    def equals_but_for_strength(self, other: "SkipScalingConfig") -> bool:
+    def equals_except_strength(self, other: "SkipScalingConfig") -> bool:
         return self.method == other.method and dataclasses.replace(self, strength=other.strength) == other
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _naming_unknown_fields(init):
         for name in fields:
             if name not in _FIELDS:
                 raise ValueError(
-                    f"unknown skip scaling field {name!r}{near_miss(name, _FIELDS)}; accepted: {', '.join(_FIELDS)}"
+                    f"unknown skip scaling field {name!r}{did_you_mean(name, _FIELDS)}; accepted: {', '.join(_FIELDS)}"
                 )
         init(self, *args, **fields)
 
@@ -206,7 +206,7 @@ def _checked(name: str, value: Any) -> Any:
         if value not in _CHOICES[name]:
             raise ValueError(
                 f"{name} must be one of {', '.join(map(repr, _CHOICES[name]))}, got "
-                f"{value!r}{near_miss(value, _CHOICES[name])}"
+                f"{value!r}{did_you_mean(value, _CHOICES[name])}"
             )
         return value
     if name in ("reverse", "shared"):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.data import DataConfig, load_training_data
 
 
 datasets.disable_progress_bars()
@@ -19,7 +19,7 @@ def load(tmp_path):
         if "train_data_dir" in settings or "dataset_name" in settings:
             settings = {"cache_dir": str(tmp_path / "cache"), **settings}
         return load_training_data(
-            DataSettings(**{"resolution": 8, **settings}),
+            DataConfig(**{"resolution": 8, **settings}),
             channels=channels,
             needs_labels=needs_labels,
             needs_captions=needs_captions,

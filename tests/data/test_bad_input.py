@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from scalelong_diffusers.arguments import ArgumentParser
-from scalelong_diffusers.data import BadImage, DataSettings, add_data_arguments
+from scalelong_diffusers.data import DataConfig, UnreadableImage, add_data_arguments
 
 
 SETTINGS = {
@@ -40,7 +40,7 @@ SETTINGS = {
 @pytest.mark.parametrize(("settings", "sentence"), SETTINGS.values(), ids=SETTINGS)
 def test_settings(settings, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        DataSettings(**settings)
+        DataConfig(**settings)
 
 
 def refused(load, sentence, error=ValueError, **options):
@@ -114,7 +114,9 @@ def test_metadata_of_missing_files(load, image_folder):
     folder = image_folder(["a.png"])
     lines = [f'{{"file_name": "{name}.png", "text": "a"}}\n' for name in "abc"]
     (folder / "metadata.jsonl").write_text("".join(lines))
-    with pytest.raises(BadImage, match=r"[bc]\.png can not be read: there is no such file; on_bad_image='skip'"):
+    with pytest.raises(
+        UnreadableImage, match=r"[bc]\.png can not be read: there is no such file; on_bad_image='skip'"
+    ):
         load(train_data_dir=folder)
 
 
@@ -267,7 +269,7 @@ class TestBadImages:
         return folder
 
     def test_the_first_is_named_at_once(self, load, half_broken):
-        with pytest.raises(BadImage) as caught:
+        with pytest.raises(UnreadableImage) as caught:
             load(train_data_dir=half_broken)
         assert re.fullmatch(
             rf"{re.escape(str(half_broken))}/\d[02468]\.png can not be read: it is no image that Pillow knows; "
@@ -281,7 +283,7 @@ class TestBadImages:
         data = load(train_data_dir=folder)
         broken = folder / f"{data.train.indices[3]:02}.png"
         broken.write_bytes(b"broken")
-        with pytest.raises(BadImage) as caught:
+        with pytest.raises(UnreadableImage) as caught:
             for _ in data.train.batches(4, num_steps=6, num_workers=num_workers):
                 pass
         advice = "on_bad_image='skip' leaves it out"
@@ -310,12 +312,14 @@ class TestBadImages:
         data = load(train_data_dir=folder, on_bad_image="skip")
         for path in folder.iterdir():
             path.unlink()
-        with pytest.raises(BadImage, match="none of the 27 images of the train stream can be used, not even "):
+        with pytest.raises(UnreadableImage, match="none of the 27 images of the train stream can be used, not even "):
             next(iter(data.train.batches(2, num_workers=num_workers)))
 
     def test_smaller_than_the_crop(self, load, image_folder):
         folder = image_folder(["0.png", "1.png"])
-        with pytest.raises(BadImage, match=r"\d.png can not be used: it has 8 x 8 pixels, and crop_size is 9; on_bad"):
+        with pytest.raises(
+            UnreadableImage, match=r"\d.png can not be used: it has 8 x 8 pixels, and crop_size is 9; on_bad"
+        ):
             load(train_data_dir=folder, crop_size=9)
 
     def test_smaller_than_the_crop_and_skipped(self, load, image_folder, tmp_path):
@@ -335,7 +339,7 @@ class TestFlags:
         return parser
 
     def test_without_flags_they_are_the_defaults(self, parser):
-        assert DataSettings.from_arguments(parser.parse_args([])) == DataSettings()
+        assert DataConfig.from_arguments(parser.parse_args([])) == DataConfig()
 
     def test_every_setting_has_a_flag(self, parser):
         given = (
@@ -344,17 +348,17 @@ class TestFlags:
             "--random_flip --image_interpolation_mode box --on_bad_image skip --dataloader_num_workers 9 "
             "--num_shapes 10 --dataset_name n --streaming"
         )
-        settings = DataSettings.from_arguments(parser.parse_args(given.split()))
-        assert settings == DataSettings(
+        settings = DataConfig.from_arguments(parser.parse_args(given.split()))
+        assert settings == DataConfig(
             "n", "c", "r", None, "d", "i", "l", "t", 5, 6, 7, 8, True, True, "box", "skip", 9, 10, None, True
         )
-        assert DataSettings.from_arguments(parser.parse_args(["--train_data_dir", "x"])).train_data_dir == "x"
-        assert DataSettings.from_arguments(parser.parse_args(["--precomputed_dir", "x"])).precomputed_dir == "x"
+        assert DataConfig.from_arguments(parser.parse_args(["--train_data_dir", "x"])).train_data_dir == "x"
+        assert DataConfig.from_arguments(parser.parse_args(["--precomputed_dir", "x"])).precomputed_dir == "x"
 
     def test_a_preset_moves_the_defaults_and_a_flag_overrides_it(self, parser):
         parser.set_defaults(random_flip=True, crop_size=128, resolution=64)
         arguments = parser.parse_args(["--no-random_flip", "--resolution", "16"])
-        settings = DataSettings.from_arguments(arguments)
+        settings = DataConfig.from_arguments(arguments)
         assert (settings.random_flip, settings.crop_size, settings.resolution) == (False, 128, 16)
 
     def test_a_near_miss(self, parser, capsys):
@@ -365,4 +369,4 @@ class TestFlags:
     def test_help_fits_argparse(self):
         parser = argparse.ArgumentParser()
         add_data_arguments(parser)
-        assert all(f"--{name}" in parser.format_help() for name in DataSettings.__dataclass_fields__)
+        assert all(f"--{name}" in parser.format_help() for name in DataConfig.__dataclass_fields__)

@@ -7,13 +7,13 @@ COMMON = """
 import datasets, sys, tempfile
 from huggingface_hub import HfApi
 from PIL import Image
-from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.data import DataConfig, load_training_data
 
 datasets.disable_progress_bars()
 
 
 def load(**settings):
-    settings = DataSettings(resolution=8, **settings)
+    settings = DataConfig(resolution=8, **settings)
     return load_training_data(settings, channels=3, needs_labels=True, needs_captions=False, seed=0)
 
 

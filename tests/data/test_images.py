@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from scalelong_diffusers.data.draws import Draws
-from scalelong_diffusers.data.images import Transform, is_grey, read_image, to_pixel_values, with_channels
+from scalelong_diffusers.data.images import Transform, is_gray, read_image, to_pixel_values, with_channels
 
 
 DRAWS = Draws(0, "train", 0)
@@ -100,11 +100,11 @@ def test_turned_by_exif(file, orientation):
 
 
 def test_grey_is_told_by_the_pixels():
-    assert is_grey(one_colour("RGB", (9, 9, 9)))
-    assert is_grey(one_colour("1", 1))
-    assert is_grey(one_colour("LA", (3, 9)))
-    assert not is_grey(one_colour("RGB", (9, 9, 10)))
-    assert not is_grey(palette_image(transparent=False)[0])
+    assert is_gray(one_colour("RGB", (9, 9, 9)))
+    assert is_gray(one_colour("1", 1))
+    assert is_gray(one_colour("LA", (3, 9)))
+    assert not is_gray(one_colour("RGB", (9, 9, 10)))
+    assert not is_gray(palette_image(transparent=False)[0])
 
 
 @pytest.mark.parametrize(

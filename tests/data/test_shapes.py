@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from scalelong_diffusers.data import COLOURS, SHAPE_CLASSES, SHAPES, recognise
+from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.shapes import BACKGROUNDS, Drawing, Shapes
 
 
@@ -16,11 +16,11 @@ def truth(index):
 
 
 def share_right(images):
-    return np.mean([recognise(image) == truth(index) for index, image in images.items()])
+    return np.mean([recognize(image) == truth(index) for index, image in images.items()])
 
 
 def shape_in(image):
-    found = recognise(image)
+    found = recognize(image)
     return found and found[1]
 
 
@@ -55,32 +55,32 @@ def test_no_shape_is_recognised_in_noise(size):
 
 @pytest.mark.parametrize("colour", ["white", "black", "grey", "red"])
 def test_nothing_is_recognised_in_an_empty_image(colour):
-    assert recognise(Image.new("RGB", (32, 32), colour)) is None
+    assert recognize(Image.new("RGB", (32, 32), colour)) is None
 
 
 def test_a_grey_shape_has_no_colour():
     grey = Image.fromarray(Drawing.number(0).paint(32)).convert("L")
-    assert recognise(grey) is None
+    assert recognize(grey) is None
 
 
 def test_a_stripe_has_a_colour_and_is_no_shape():
     pixels = np.full((32, 32, 3), 255, np.uint8)
     pixels[:, 8:11] = (220, 30, 30)
-    assert recognise(Image.fromarray(pixels)) == ("red", None)
+    assert recognize(Image.fromarray(pixels)) == ("red", None)
 
 
 def test_shape_and_colour_are_told_apart_whichever_way_they_are_turned():
     for shape in SHAPES:
         for angle in (0.0, 0.5, 1.0, 2.0, 3.0):
             drawing = Drawing("green", shape, "white", 250, 1.0, (0.5, 0.5), 0.3, angle)
-            assert recognise(Image.fromarray(drawing.paint(32))) == ("green", shape)
+            assert recognize(Image.fromarray(drawing.paint(32))) == ("green", shape)
 
 
 def test_colours_have_their_names():
     """Held to the names' plain meaning: which of the three primaries are strong."""
     primaries = {"red": "r", "yellow": "rg", "green": "g", "cyan": "gb", "blue": "b", "magenta": "rb"}
     strong = {
-        name: "".join(letter for letter, value in zip("rgb", rgb) if value > 128) for name, rgb in COLOURS.items()
+        name: "".join(letter for letter, value in zip("rgb", rgb) if value > 128) for name, rgb in COLORS.items()
     }
     assert strong == primaries
 
@@ -98,7 +98,7 @@ def test_areas_are_those_of_the_shapes():
     for shape, area in areas.items():
         for angle in (0.0, 0.3):
             drawing = Drawing("red", shape, "black", 0, 1.0, (0.5, 0.5), 0.3, angle)
-            covered = drawing.paint(256)[..., 0] / COLOURS["red"][0]
+            covered = drawing.paint(256)[..., 0] / COLORS["red"][0]
             assert covered.mean() / 0.3**2 == pytest.approx(area, rel=0.005)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong_diffusers.data.arguments import DataSettings
+from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.sources import open_sources
 
 
@@ -182,9 +182,9 @@ class TestFingerprint:
     def test_in_another_process(self, in_fresh_process, load):
         code = (
             "import sys\n"
-            "from scalelong_diffusers.data import DataSettings, load_training_data\n"
+            "from scalelong_diffusers.data import DataConfig, load_training_data\n"
             "options = {'channels': 3, 'needs_labels': True, 'needs_captions': False, 'seed': 5}\n"
-            "print(load_training_data(DataSettings(resolution=8), **options).fingerprint, 'datasets' in sys.modules)"
+            "print(load_training_data(DataConfig(resolution=8), **options).fingerprint, 'datasets' in sys.modules)"
         )  # the built-in set does without datasets, which takes a while to import
         assert in_fresh_process(code).stdout == f"{load(needs_labels=True).fingerprint} False\n"
 
@@ -236,6 +236,6 @@ class TestFingerprint:
 def test_rows_travel_to_workers_by_the_name_of_their_file(saved, png):
     """Where workers are not forked, what they are given is pickled: no copy of the images."""
     folder = saved({"image": [png(size=(40, 40)) + bytes(10_000)] * 50})
-    source, _ = open_sources(DataSettings(train_data_dir=folder), needs_labels=False, needs_captions=False)
+    source, _ = open_sources(DataConfig(train_data_dir=folder), needs_labels=False, needs_captions=False)
     assert len(pickle.dumps(source)) < 50_000
     assert pickle.loads(pickle.dumps(source)).image(3).size == (40, 40)

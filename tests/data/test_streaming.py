@@ -395,7 +395,7 @@ import io, os, sys, tempfile
 import datasets
 from huggingface_hub import HfApi
 from PIL import Image
-from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.data import DataConfig, load_training_data
 
 datasets.disable_progress_bars()
 
@@ -421,7 +421,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def load(name, **settings):
-    settings = DataSettings(
+    settings = DataConfig(
         dataset_name=name, streaming=True, resolution=8, validation_size=2, cache_dir="kept", **settings
     )
     return load_training_data(settings, channels=3, needs_labels=True, needs_captions=False, seed=0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong_diffusers.data.streams import Positions
+from scalelong_diffusers.data.stream import Positions
 
 
 @pytest.fixture
@@ -194,9 +194,9 @@ def children():
 ENDED_IN_THE_MIDDLE = """
 import os, signal, sys
 import multiprocessing
-from scalelong_diffusers.data import DataSettings, load_training_data
+from scalelong_diffusers.data import DataConfig, load_training_data
 
-data = load_training_data(DataSettings(resolution=8), channels=3, needs_labels=False, needs_captions=False, seed=0)
+data = load_training_data(DataConfig(resolution=8), channels=3, needs_labels=False, needs_captions=False, seed=0)
 batches = iter(data.train.batches(2, num_workers=2))
 next(batches)
 for worker in multiprocessing.active_children():

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UViTModel
 from scalelong_diffusers.cli import main
-from scalelong_diffusers.data.sources import fixed_order
+from scalelong_diffusers.data.sources import fixed_permutation
 from scalelong_diffusers.evaluation import (
     FeatureStatistics,
     ImageFiles,
@@ -311,7 +311,7 @@ class TestGoingOn:
     @pytest.mark.slow
     def test_what_one_process_can_not_read_is_said_by_all(self, pictures, network, tmp_path):
         reference = pictures(4, "data")
-        broken = reference / f"{fixed_order(4)[1]:03d}.png"  # the first of the second process
+        broken = reference / f"{fixed_permutation(4)[1]:03d}.png"  # the first of the second process
         broken.write_bytes(b"no image")
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "-m"]
         command = [sys.executable, *launch, "scalelong_diffusers.cli", "evaluate", pictures(4), "--batch_size", 1]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from scalelong_diffusers.evaluation import load_features
-from scalelong_diffusers.evaluation.features import INCEPTION_WEIGHTS
+from scalelong_diffusers.evaluation.networks import INCEPTION_WEIGHTS
 
 
 @pytest.fixture

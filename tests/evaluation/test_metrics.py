@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from scalelong_diffusers.evaluation import FeatureStatistics, frechet_distance, kernel_distance, too_small
+from scalelong_diffusers.evaluation import FeatureStatistics, frechet_distance, kernel_distance, sample_size_warnings
 from scalelong_diffusers.evaluation.statistics import Moments
 
 
@@ -164,6 +164,6 @@ def test_a_covariance_takes_two_images(n):
     ],
 )
 def test_small_sets_are_warned_of(n, said):
-    warned = too_small(("fid", "kid"), n, 64)
+    warned = sample_size_warnings(("fid", "kid"), n, 64)
     assert len(warned) == len(said)
     assert all(part in warning for part, warning in zip(said, warned))

@@ -9,7 +9,7 @@ from diffusers import UNet2DModel
 from scalelong_diffusers import SkipScalingConfig, UViTModel, model_from_preset
 from scalelong_diffusers.cli import main
 from scalelong_diffusers.models.conversion import (
-    UntoldByWeights,
+    CheckpointDetails,
     convert_from_reference,
     convert_to_reference,
     to_reference,
@@ -346,7 +346,7 @@ def test_a_write_that_fails_leaves_nothing(target_is_there, tmp_path, monkeypatc
     if target_is_there:
         (tmp_path / "out").mkdir()
     monkeypatch.setattr(UViTModel, "save_pretrained", fill_the_disk)
-    untold = UntoldByWeights(4, "discrete", {"method": "none"})
+    untold = CheckpointDetails(4, "discrete", {"method": "none"})
     with pytest.raises(OSError, match="No space left"):
         convert_from_reference(str(tmp_path / "in.pth"), str(tmp_path / "out"), untold)
     assert sorted(os.listdir(tmp_path)) == (["in.pth", "out"] if target_is_there else ["in.pth"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from scalelong_diffusers.models.conversion import UntoldByWeights, model_from_reference, to_reference
+from scalelong_diffusers.models.conversion import CheckpointDetails, model_from_reference, to_reference
 from scalelong_diffusers.presets import PRESETS
 
 
@@ -110,12 +110,12 @@ def reference_uvit(state, method, heads, patch, depth, x, t, labels=None, text=N
 def reference_state(config, method, dtype):
     """Random weights with the names and shapes of a published checkpoint."""
     width, depth, patch, channels = (config[k] for k in ("hidden_size", "num_layers", "patch_size", "in_channels"))
-    classes, text_width = config.get("num_class_embeds"), config.get("cross_attention_dim")
-    length = 1 + bool(classes) + (77 if text_width else 0) + (config["sample_size"] // patch) ** 2
+    classes, text_embedding_width = config.get("num_class_embeds"), config.get("cross_attention_dim")
+    length = 1 + bool(classes) + (77 if text_embedding_width else 0) + (config["sample_size"] // patch) ** 2
     shapes = {"patch_embed.proj": (width, channels, patch, patch), "decoder_pred": (patch**2 * channels, width)}
     norms = ["norm"]
-    if text_width:
-        shapes["context_embed"] = (width, text_width)
+    if text_embedding_width:
+        shapes["context_embed"] = (width, text_embedding_width)
     if config.get("final_conv", True):
         shapes["final_layer"] = (channels, channels, 3, 3)
     for name in [f"{half}_blocks.{i}" for half in ("in", "out") for i in range(depth // 2)] + ["mid_block"]:
@@ -167,7 +167,7 @@ def scaling_of(method):
 
 def built_from(state, method, heads, has_text, timesteps="discrete"):
     scaling = scaling_of(method)
-    untold = UntoldByWeights(
+    untold = CheckpointDetails(
         num_attention_heads=heads,
         timesteps=timesteps,
         skip_scaling={"method": scaling} if isinstance(scaling, str) else scaling,

@@ -1,0 +1,8 @@
+"""`python -m scalelong_diffusers.cli`, which `accelerate launch -m` needs."""
+
+import sys
+
+from scalelong_diffusers.cli import main
+
+
+sys.exit(main())

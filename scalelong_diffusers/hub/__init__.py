@@ -1,0 +1,1 @@
+"""Share models, pipelines and adapters on the Hub."""

@@ -1,0 +1,289 @@
+"""
+Config dataclasses whose fields say everything about an option, and the flags that are derived from them.
+
+```python
+@dataclass(frozen=True)
+class NoiseConfig:
+    snr_gamma: float | None = option(None, "min-SNR weighting of the loss; 5 is usual", above=0)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+parser = ArgumentParser()
+add_options(parser, NoiseConfig, "noise")
+config = build_config(NoiseConfig, vars(parser.parse_args(["--snr_gamma", "5"])))
+```
+"""
+
+import argparse
+import dataclasses
+import math
+import numbers
+import sys
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeVar
+
+from scalelong_diffusers.errors import UserError, did_you_mean
+
+
+Config = TypeVar("Config")
+OnResume = Literal["same", "free", "fixed"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """
+    What a field knows beside its name, type and default.
+
+    Args:
+        help: the text in `--help`.
+        flag: the name of the flag and of the entry in `settings.json`; the field's name if empty.
+        at_least, above, at_most, below: bounds of a number. All numbers must be finite.
+        choices: accepted values.
+        metavar: placeholder in `--help`.
+        on_resume: `"same"`: a resumed run must have the same value unless `--allow_changed_settings` is given;
+            `"free"`: it may change; `"fixed"`: it can never change, as the weights depend on it.
+    """
+
+    help: str
+    flag: str = ""
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    on_resume: OnResume = "same"
+
+    @property
+    def bounds(self) -> str:
+        """The accepted numbers in words."""
+        low = f"at least {self.at_least:g}" if self.at_least is not None else ""
+        low = f"above {self.above:g}" if self.above is not None else low
+        high = f"at most {self.at_most:g}" if self.at_most is not None else ""
+        high = f"below {self.below:g}" if self.below is not None else high
+        return " and ".join(filter(None, (low, high))) or "finite"
+
+    def allows(self, number: float) -> bool:
+        return (
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+
+def option(default: Any, help: str, **details) -> Any:
+    """Return a dataclass field with an [`Option`]. Pass `dataclasses.MISSING` for a required one."""
+    if "choices" in details:
+        details["choices"] = tuple(details["choices"])
+    return dataclasses.field(default=default, metadata={"option": Option(help, **details)})
+
+
+def options_of(config_class: type) -> Iterator[tuple[str, dataclasses.Field, Option]]:
+    """Yield (flag, field, option) for each option of a config class and of the configs nested in it."""
+    for field in dataclasses.fields(config_class):
+        if nested := _nested_config(config_class, field):
+            yield from options_of(nested)
+        elif details := field.metadata.get("option"):
+            yield details.flag or field.name, field, details
+
+
+def check_options(config: Any):
+    """Raise a `UserError` if a field of the config has a wrong type or is out of bounds."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        if details := field.metadata.get("option"):
+            _check_value(details.flag or field.name, getattr(config, field.name), hints[field.name], details)
+
+
+def _check_value(name: str, value: Any, hint: Any, details: Option):
+    kinds = _kinds(hint)
+    if value is None and type(None) in kinds:
+        return
+    if details.choices is not None:
+        if value not in details.choices:
+            accepted = ", ".join(details.choices)
+            raise UserError(f"{name} must be one of {accepted}, got {value!r}{did_you_mean(value, details.choices)}")
+        return
+    if isinstance(value, str) and _literals(hint):
+        if value not in _literals(hint):
+            raise UserError(f"{name} must be {_expected(hint, details)}, got {value!r}")
+        return
+    is_bool = isinstance(value, bool)
+    if bool in kinds:
+        is_right = is_bool
+    elif float in kinds:
+        is_right = isinstance(value, numbers.Real) and not is_bool and details.allows(value)
+    elif int in kinds:
+        is_right = isinstance(value, numbers.Integral) and not is_bool and details.allows(value)
+    elif tuple in kinds:
+        is_right = isinstance(value, (tuple, list)) and all(isinstance(entry, str) for entry in value)
+    else:
+        is_right = isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type)))
+    if not is_right:
+        raise UserError(f"{name} must be {_expected(hint, details)}, got {value!r}")
+
+
+def _expected(hint: Any, details: Option) -> str:
+    kinds = _kinds(hint)
+    literals = "".join(f" or {literal!r}" for literal in _literals(hint))
+    if bool in kinds:
+        return "True or False"
+    if float in kinds:
+        return f"a number, {details.bounds}{literals}"
+    if int in kinds:
+        return f"an integer, {details.bounds}{literals}"
+    return "a list of texts" if tuple in kinds else "text"
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """Return the types of a hint such as `float | None` or `tuple[str, ...]`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return set().union(*map(_kinds, typing.get_args(hint)))
+    return {typing.get_origin(hint) or hint}
+
+
+def _literals(hint: Any) -> tuple[str, ...]:
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
+    return tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
+
+
+def _nested_config(config_class: type, field: dataclasses.Field) -> type | None:
+    hint = typing.get_type_hints(config_class)[field.name]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def build_config(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+    """Build a config, and the configs nested in it, from values by flag. Flags of other configs are ignored."""
+    fields = {}
+    for field in dataclasses.fields(config_class):
+        nested = _nested_config(config_class, field)
+        flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
+        if nested is not None:
+            fields[field.name] = build_config(nested, values)
+        elif flag in values:
+            fields[field.name] = values[flag]
+    return config_class(**fields)
+
+
+def flat_options(config: Any) -> dict[str, Any]:
+    """Return all values of a config and of the configs nested in it, by flag."""
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values |= flat_options(value)
+        elif details := field.metadata.get("option"):
+            values[details.flag or field.name] = value
+    return values
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """
+    argparse with one-line errors that suggest the flag that was probably meant.
+
+    Flags can be spelled with hyphens or underscores.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        arguments, unknown = super().parse_known_args([_with_underscores(word) for word in words], namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0].split('=')[0], flags)}")
+        return arguments, unknown
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
+        sys.exit(2)
+
+
+def _with_underscores(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word[2:].partition("=")
+    negation = "no-" if flag.startswith("no-") else ""  # as argparse spells the negation of a switch
+    return f"--{negation}{flag.removeprefix(negation).replace('-', '_')}{equals}{value}"
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    config_class: type,
+    title: str | None = None,
+    description: str | None = None,
+    without: Collection[str] = (),
+):
+    """
+    Add a flag for each option of a config class.
+
+    Parsing leaves out flags that were not given, so that `build_config(config_class, vars(arguments))` uses the
+    defaults of the fields.
+    """
+    group = parser if title is None else parser.add_argument_group(title, description)
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        details = field.metadata.get("option")
+        if details is not None and (details.flag or field.name) not in without:
+            _add_flag(group, field, hints[field.name], details)
+
+
+def _add_flag(group, field: dataclasses.Field, hint: Any, details: Option):
+    kinds = _kinds(hint)
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, details)}
+    if field.default is dataclasses.MISSING:
+        settings["required"] = True
+    if bool in kinds:
+        settings["action"] = argparse.BooleanOptionalAction
+    else:
+        settings["choices"] = details.choices
+        settings["metavar"] = details.metavar
+        settings["type"] = _parser_of(hint)
+        if tuple in kinds:
+            settings["nargs"] = "+"
+    group.add_argument(f"--{details.flag or field.name}", **settings)
+
+
+def _help(field: dataclasses.Field, details: Option) -> str:
+    default = field.default
+    if default is None or default is dataclasses.MISSING or default == ():
+        return details.help.replace("%", "%%")
+    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    return f"{details.help} (default: {shown})".replace("%", "%%")
+
+
+def _parser_of(hint: Any):
+    kinds, literals = _kinds(hint), _literals(hint)
+    number = float if float in kinds else int if int in kinds else None
+    if number is None:
+        return str
+
+    def parse(text: str) -> float | str:
+        return text if text in literals else number(text)
+
+    parse.__name__ = number.__name__  # argparse shows it: "invalid float value"
+    return parse
+
+
+def parse_options(parser: ArgumentParser, config_class: type[Config], argv: Sequence[str] | None = None) -> Config:
+    """Parse flags into a config. Invalid values end the program with one line and exit code 2."""
+    arguments = vars(parser.parse_args(argv))
+    try:
+        return build_config(config_class, arguments)
+    except UserError as error:
+        parser.error(as_flags(str(error), config_class))
+
+
+def as_flags(message: str, config_class: type) -> str:
+    """Write the option that a message begins with as a flag."""
+    name, space, rest = message.partition(" ")
+    is_flag = name.split("=")[0] in {flag for flag, _, _ in options_of(config_class)}
+    return f"--{name}{space}{rest}" if is_flag else message
