@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object, parse_flag_from_env
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
 
 Result = TypeVar("Result")
@@ -47,3 +47,22 @@ def run_on_all_processes(function: Callable[[], Result]) -> Result:
     for reason, _ in filter(all, outcomes):
         raise WorkSkipped(reason)
     return result
+
+
+def run_on_main_process(function: Callable[[], Result]) -> Result:
+    """Run a function in one process while the others wait. All return its result, or fail if it fails."""
+    team = processes()
+    result = error = None
+    if team.is_main_process:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    outcome = [result, None if error is None else " ".join(str(error).split()) or type(error).__name__]
+    if team.num_processes > 1:
+        broadcast_object_list(outcome)
+    if error is not None:
+        raise error
+    if outcome[1] is not None:
+        raise OtherProcessFailed(outcome[1])
+    return outcome[0]
