@@ -174,7 +174,8 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
 
 def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
     flags = {details.flag or field.name: field.name for field, details in _own_options(config_class)}
-    return {name: values[flag] for flag, name in flags.items() if flag in values}
+    given = {name: values[flag] for flag, name in flags.items() if flag in values}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def _own_options(config_class: type) -> list[tuple[dataclasses.Field, Option]]:
