@@ -70,7 +70,7 @@ class Option:
 
     def allows(self, number: float) -> bool:
         return (
-            math.isfinite(number)
+            -math.inf < number < math.inf
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
