@@ -24,6 +24,7 @@ from torch import nn
 
 from scalelong_diffusers.data import Batch, DataConfig, load_training_data
 from scalelong_diffusers.hub.adapters import NO_PEFT
+from scalelong_diffusers.options import build_config
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.training import (
     NoiseProcess,
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None):
         settle_resolution(args, pipe)
         for tokenizer in tokenizers(pipe):
             check_validation_prompts(args.validation_prompts, tokenizer, tokenizer.model_max_length)
-        settings = DataConfig.from_arguments(args)
+        settings = build_config(DataConfig, vars(args))
         channels = pipe.vae.config.in_channels
         data = load_training_data(settings, channels=channels, needs_labels=False, needs_captions=True, seed=args.seed)
         check_autoencoder(data, pipe.vae, f"that of {args.pretrained_model_name_or_path}")

@@ -19,6 +19,7 @@ from torch import nn
 
 from scalelong_diffusers import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.options import build_config
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.training import (
     NoiseProcess,
@@ -58,8 +59,8 @@ def main(argv: Sequence[str] | None = None):
     args = parse_args(argv)
     with mistakes_as_sentences():
         accelerator = start(args)
-        vae = load_vae(args, accelerator)
-        settings = DataConfig.from_arguments(args)
+        vae = load_vae(args.pretrained_vae_model_name_or_path, accelerator.device)
+        settings = build_config(DataConfig, vars(args))
         data = load_training_data(
             settings, channels=vae and vae.config.in_channels, needs_labels=True, needs_captions=False, seed=args.seed
         )

@@ -23,6 +23,7 @@ from torch import nn
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline
 from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.options import build_config
 from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder
 from scalelong_diffusers.presets import get_preset
 from scalelong_diffusers.randomness import generator_for
@@ -85,9 +86,9 @@ def main(argv: Sequence[str] | None = None):
     args = parse_args(argv)
     with mistakes_as_sentences():
         accelerator = start(args)
-        vae = load_vae(args, accelerator)
+        vae = load_vae(args.pretrained_vae_model_name_or_path, accelerator.device)
         text = load_named_text_encoder(args, accelerator)
-        settings = DataConfig.from_arguments(args)
+        settings = build_config(DataConfig, vars(args))
         data = load_training_data(
             settings, channels=vae and vae.config.in_channels, needs_labels=False, needs_captions=True, seed=args.seed
         )
@@ -107,11 +108,13 @@ def main(argv: Sequence[str] | None = None):
         noise = batch.normal_like(clean, "noise")
         timesteps = process.timesteps(batch.uniform("timestep")).to(clean.device)
         texts = leave_out(batch, args.proportion_empty_prompts)
-        if data.features is None:
+        if data.precomputed is None:
             tokens = captions.tokenize(texts).to(clean.device)
             states = models.get("text_encoder", text_encoder)(tokens)[0]
         else:
-            states = data.features.text_states(batch, texts)
+            states = data.precomputed.text_states(
+                batch, batch.uniform("empty caption") < args.proportion_empty_prompts
+            )
         noisy = process.add_noise(clean, noise, timesteps)
         prediction = models["unet"](noisy, timesteps, encoder_hidden_states=states).sample
         target = process.target(clean, noise, timesteps)

@@ -37,8 +37,7 @@ class RowGroups:
     starts: np.ndarray
     counts: np.ndarray
 
-    @property
-    def num_rows(self) -> int:
+    def __len__(self) -> int:
         return int(self.counts.sum())
 
     def rows(self) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Streams of samples by position, and the data loaders that cut them into batches."""
 
 import copy
+import dataclasses
 import logging
 import os
 import signal
@@ -84,7 +85,9 @@ class Stream(Dataset):
         skip_bad: replace rows that cannot be read by the next readable one.
     """
 
-    def __init__(self, name: str, rows: Rows, indices: np.ndarray, seed: int, endless: bool, skip_bad: bool):
+    def __init__(
+        self, name: str, rows: Rows, indices: np.ndarray | RowGroups, seed: int, endless: bool, skip_bad: bool
+    ):
         self.name = name
         self.rows = rows
         self.indices = indices
@@ -201,22 +204,17 @@ class ShardStream(Stream):
     """
 
     def __init__(self, name: str, rows: Rows, groups: RowGroups, seed: int, skip_bad: bool):
-        super().__init__(name, rows, np.empty(0, int), seed, endless=True, skip_bad=skip_bad)
-        self.groups = groups
+        super().__init__(name, rows, groups, seed, endless=True, skip_bad=skip_bad)
         self.order = ShardOrder(groups, seed, rows.source.groups_in_memory)
 
-    @property
-    def num_samples(self) -> int:
-        return self.groups.num_rows
-
     def captions(self) -> Iterator[str]:
-        return self.rows.source.all_captions(self.groups)
+        return self.rows.source.all_captions(self.indices)
 
     def batches(
         self, batch_size: int, *, num_processes: int = 1, rank: int = 0, num_workers: int = 0, **options
     ) -> DataLoader:
         """Return the batches of one process, see [`Stream.batches`]."""
-        readers, num_groups = num_processes * max(1, num_workers), len(self.groups.counts)
+        readers, num_groups = num_processes * max(1, num_workers), len(self.indices.counts)
         if rank == 0 and readers > num_groups:
             logger.warning(
                 "the dataset has %d row groups for %d readers (processes x workers): some readers read the same row "
@@ -224,7 +222,7 @@ class ShardStream(Stream):
                 *(num_groups, readers),
             )
         stream = copy.copy(self)
-        stream.order = ShardOrder(self.groups, self.seed, self.order.window, batch_size, readers)
+        stream.order = dataclasses.replace(self.order, batch_size=batch_size, readers=readers)
         return Stream.batches(
             stream, batch_size, num_processes=num_processes, rank=rank, num_workers=num_workers, **options
         )
@@ -250,7 +248,7 @@ class ShardOrder:
 
     def row(self, position: int, skipped: int = 0) -> int:
         """Return the row at a position, or the one that replaces it after `skipped` unreadable rows."""
-        count = self.groups.num_rows
+        count = len(self.groups)
         epoch = position // count
         first, last = epoch * count, (epoch + 1) * count
         reader = position // self.batch_size % self.readers

@@ -1,13 +1,15 @@
 """The flags that the training scripts share, and what a preset and the flags together come to."""
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.arguments import ArgumentParser, add_skip_scaling_arguments
-from scalelong_diffusers.data.config import add_data_arguments
+from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.options import add_options
 from scalelong_diffusers.presets import PRESETS, Preset, get_preset
 from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
 
@@ -99,7 +101,8 @@ def check_condition(preset: Preset, condition: str | None):
 
 def _add_shared_arguments(parser: ArgumentParser):
     add_skip_scaling_arguments(parser)
-    add_data_arguments(parser)
+    add_options(parser, DataConfig, "data")
+    parser.set_defaults(**dataclasses.asdict(DataConfig()))
     _add_optimization_arguments(parser.add_argument_group("optimization"))
     _add_monitoring_arguments(parser.add_argument_group("monitoring"))
     _add_checkpoint_arguments(parser.add_argument_group("output, checkpoints and the Hub"))

@@ -17,7 +17,7 @@ def encode_images(batch: Batch, vae: AutoencoderKL | None, latent_scale: float |
     """The images of a batch as the model is to see them; latents are drawn anew each time."""
     if vae is None:
         return batch["pixel_values"]
-    moments = batch["moments"] if "moments" in batch else moments_of(batch["pixel_values"], vae)
+    moments = batch["moments"] if "moments" in batch else encode_moments(batch["pixel_values"], vae)
     latents = DiagonalGaussianDistribution(moments)
     drawn = latents.mean + latents.std * batch.normal_like(latents.mean, "latents")
     drawn = drawn - (vae.config.shift_factor or 0.0)
@@ -25,40 +25,40 @@ def encode_images(batch: Batch, vae: AutoencoderKL | None, latent_scale: float |
 
 
 @torch.no_grad()
-def moments_of(pixels: torch.Tensor, vae: AutoencoderKL) -> torch.Tensor:
+def encode_moments(pixels: torch.Tensor, vae: AutoencoderKL) -> torch.Tensor:
     """The means and log variances of the latents, on top of each other."""
     return vae.encode(pixels.to(vae.dtype)).latent_dist.parameters
 
 
 def check_autoencoder(data: TrainingData, vae: AutoencoderKL | None, name: str | None):
     """Refuse to train on the features of one autoencoder and to draw with another, or with none."""
-    if data.features is None:
+    if data.precomputed is None:
         return
     if vae is None:
-        made_by = data.features.made_of["autoencoder"]["name"]
+        made_by = data.precomputed.made_of["autoencoder"]["name"]
         raise ValueError(
-            f"the features in {data.features.folder} are latents: give --pretrained_vae_model_name_or_path {made_by}, "
+            f"the data in {data.precomputed.folder} are latents: give --pretrained_vae_model_name_or_path {made_by}, "
             "which makes images of what the model draws"
         )
-    data.features.check_encoder("autoencoder", name, weights_checksum(vae))
+    data.precomputed.check_encoder("autoencoder", name, weights_checksum(vae))
 
 
 def check_text_encoder(data: TrainingData, captions: CaptionEncoder, name: str | None):
     """Refuse to train on the hidden states of one text encoder and to draw with another, or with shorter texts."""
-    if data.features is None:
+    if data.precomputed is None:
         return
     if any(parameter.requires_grad for parameter in captions.text_encoder.parameters()):
         raise ValueError(
-            f"the features in {data.features.folder} are of a text encoder as it is, and this one is to be trained: "
+            f"the data in {data.precomputed.folder} are of a text encoder as it is, and this one is to be trained: "
             "leave --train_text_encoder out and give --pretrained_text_encoder_name_or_path "
-            f"{data.features.made_of['text_encoder']['name']}"
+            f"{data.precomputed.made_of['text_encoder']['name']}"
         )
     checksum = text_encoder_checksum(captions.text_encoder, captions.tokenizer)
-    data.features.check_encoder("text_encoder", name, checksum)
-    length = data.features.made_of["text_encoder"]["max_tokens"]
+    data.precomputed.check_encoder("text_encoder", name, checksum)
+    length = data.precomputed.made_of["text_encoder"]["max_tokens"]
     if length != captions.max_tokens:
         raise ValueError(
-            f"the features in {data.features.folder} are of captions of {length} tokens, and the model takes "
+            f"the data in {data.precomputed.folder} are of captions of {length} tokens, and the model takes "
             f"{captions.max_tokens}: make it with context_length={length}"
         )
 

@@ -4,12 +4,12 @@ import argparse
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from diffusers import AutoencoderKL, ConfigMixin, ModelMixin
 
 from scalelong_diffusers.arguments import skip_scaling_fields
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.download import read_json
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.patching import apply_skip_scaling
@@ -43,17 +43,16 @@ _SMALL_UNET_OF_TEXT = {
 _LARGEST_GRID = 16
 
 
-def load_vae(args: argparse.Namespace, accelerator: Accelerator) -> AutoencoderKL | None:
+def load_vae(source: str | None, device: torch.device) -> AutoencoderKL | None:
     """The autoencoder whose latents the model makes, frozen."""
-    source = args.pretrained_vae_model_name_or_path
     if source is None:
         return None
     config = read_json(source, "config.json")
     if config is None or config.get("_class_name") != AutoencoderKL.__name__:
-        raise ValueError(
+        raise UserError(
             f"--pretrained_vae_model_name_or_path {source} is no AutoencoderKL; give the vae folder of one"
         )
-    return AutoencoderKL.from_pretrained(source).requires_grad_(False).eval().to(accelerator.device)
+    return AutoencoderKL.from_pretrained(source).requires_grad_(False).eval().to(device)
 
 
 def build_model(

@@ -19,7 +19,7 @@ from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from transformers.utils import logging as transformers_logging
 
-from scalelong_diffusers.errors import did_you_mean
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, save_adapter
 from scalelong_diffusers.hub.model_card import CardFacts
 from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
@@ -34,6 +34,8 @@ def run_script(main: Callable[[], None]):
         return
     except TrainingStopped as error:
         stopped = error
+    except UserError as error:
+        stopped = TrainingStopped(str(error), exit_code=2, shared=True)
     except KeyboardInterrupt:
         message = (
             "interrupted at once; --resume_from_checkpoint latest goes on from the last checkpoint, if there is one"

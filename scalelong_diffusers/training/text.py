@@ -24,6 +24,11 @@ _HEAD_WIDTH = 32
 _LONGEST = 77
 
 
+def load_text_encoder_for_training(source: str, device: torch.device) -> TextEncoder:
+    text_encoder, tokenizer = load_text_encoder(source)
+    return text_encoder.requires_grad_(False).to(device), tokenizer
+
+
 def load_named_text_encoder(args: argparse.Namespace, accelerator: Accelerator) -> TextEncoder | None:
     """The CLIP of `--pretrained_text_encoder_name_or_path`, frozen unless it is to be trained; None where none is."""
     source = args.pretrained_text_encoder_name_or_path
