@@ -50,13 +50,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on a device. Pinned tensors are copied without blocking."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in pinned memory. The data loader calls this."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.map(torch.Tensor.pin_memory)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Return the batch with a function applied to each of its tensors."""
         mapped = copy.copy(self)
         mapped.keys = function(self.keys)
         mapped.columns = {
