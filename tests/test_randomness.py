@@ -57,7 +57,11 @@ def test_normal_has_the_moments_of_the_normal_distribution():
 
 def test_normal_is_independent_between_entries_samples_purposes_and_streams():
     noise = normal(keys_of(2000), "noise", (6,)).double()
-    columns = [noise, normal(keys_of(2000), "latents", (6,)).double(), normal(keys_of(2000, "b"), "noise", (6,)).double()]
+    columns = [
+        noise,
+        normal(keys_of(2000), "latents", (6,)).double(),
+        normal(keys_of(2000, "b"), "noise", (6,)).double(),
+    ]
     columns.append(noise.roll(1, 0))  # of the previous sample
     values = torch.cat(columns, dim=1).T
     for moments in (values, values**2):

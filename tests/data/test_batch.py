@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalelong_diffusers.data import Batch
 from scalelong_diffusers.data.precomputed import PrecomputedDataset
 from scalelong_diffusers.randomness import normal, seed_for
+from tests.fake_cuda import fake_cuda
 
 
 def make_batch(positions, stream="train", seed=0, **columns):
@@ -57,26 +57,27 @@ class NoHostCopies(TorchDispatchMode):
 
 
 def test_draws_stay_on_the_device():
-    """Data-dependent access, such as `.item()` or `.tolist()`, fails in `FakeTensorMode`."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        host = make_batch([0, 1], labels=torch.tensor([1, 2]), input_ids=torch.ones(2, 7, dtype=torch.long))
-        batch = host.to("cuda:0")
+    """Access to values, such as `.item()` or `.tolist()`, fails on a fake device."""
+    host = make_batch([0, 1], labels=torch.tensor([1, 2]), input_ids=torch.ones(2, 7, dtype=torch.long))
+    with fake_cuda() as mode:
+        batch = host.map(mode.from_tensor).to("cuda:0")
         assert {batch[name].device.type for name in ("pixel_values", "labels", "input_ids")} == {"cuda"}
-        assert host.keys.device.type == "cpu"
         with NoHostCopies():
             noise = batch.normal_like(batch["pixel_values"].half(), "noise")
             uniform = batch.uniform("timestep")
+        with pytest.raises(AssertionError, match="copies between"), NoHostCopies():
+            noise.cpu()
+    assert host.keys.device.type == "cpu"
     assert (noise.device.type, noise.dtype, noise.shape) == ("cuda", torch.float16, (2, 3, 4, 4))
     assert (uniform.device.type, uniform.dtype, uniform.shape) == ("cuda", torch.float32, (2,))
-    with pytest.raises(AssertionError, match="copies between"), FakeTensorMode(), NoHostCopies():
-        torch.ones(2).to("cuda:0")
 
 
 def test_text_states_stay_on_the_device():
     precomputed = PrecomputedDataset.__new__(PrecomputedDataset)
-    precomputed.empty_caption = torch.zeros(3, 4)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        batch = make_batch([0, 1], text_states=torch.ones(2, 3, 4)).to("cuda:0")
+    host = make_batch([0, 1], text_states=torch.ones(2, 3, 4))
+    with fake_cuda() as mode:
+        precomputed.empty_caption = torch.zeros(3, 4, device="cpu")
+        batch = host.map(mode.from_tensor).to("cuda:0")
         precomputed.text_states(batch, batch.uniform("dropped") < 0.5)  # moves the empty caption to the device
         with NoHostCopies():
             states = precomputed.text_states(batch, batch.uniform("dropped") < 0.5)

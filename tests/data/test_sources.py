@@ -136,7 +136,9 @@ def test_limits_training_images(load, image_folder):
     assert load(train_data_dir=folder).train.num_samples == 23
 
 
-@pytest.mark.parametrize(("count", "validation_size", "held_out"), [(2, 256, 1), (100, 256, 10), (100, 4, 4), (19, 256, 1)])
+@pytest.mark.parametrize(
+    ("count", "validation_size", "held_out"), [(2, 256, 1), (100, 256, 10), (100, 4, 4), (19, 256, 1)]
+)
 def test_holds_out_validation_images(load, count, validation_size, held_out):
     data = load(num_shapes=count, validation_size=validation_size)
     assert data.validation.num_samples == held_out
