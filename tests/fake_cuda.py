@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 CUDA, META = 1, 14  # places in c10::DeviceType
+# With its index: the guard does not know which device "cuda" is.
+DEVICE = torch.device("cuda:0")
 
 
 @contextmanager
@@ -25,8 +27,9 @@ def fake_cuda():
     _install_device_guard()
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        torch.device("cuda"),
+        DEVICE,
         patch.object(nn.Module, "_apply", _replace_tensors),
+        patch.object(nn.init, "trunc_normal_", lambda tensor, *args, **kwargs: tensor),  # it looks at the values
     ):
         yield mode
 
@@ -45,7 +48,7 @@ def _replace_tensors(module: nn.Module, function, recurse=True) -> nn.Module:
         child._apply(function)
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            module._parameters[name] = nn.Parameter(function(parameter.data), parameter.requires_grad)
+            module._parameters[name] = nn.Parameter(function(parameter.detach()), parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = function(buffer)

@@ -1,7 +1,5 @@
 """Between two log lines nothing waits for the device, and everything is on the same one."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ from accelerate import Accelerator
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from scalelong_diffusers.training import TrainingConfig, TrainingRun, make_config
-from tests.fake_cuda import fake_cuda
+from tests.fake_cuda import DEVICE, fake_cuda
 
 
 def backward(accelerator, loss):
@@ -48,17 +46,17 @@ def gpu_run(tmp_path, fresh_accelerator, monkeypatch):
     return make
 
 
-def step(run, noising, batch, models):
+def losses_of(run, noising, batch, models):
     clean = run.encode_images(batch)
     noise = batch.normal_like(clean, "noise")
     timesteps = noising.timesteps(batch.uniform("timestep"))
     prediction = models["unet"](noising.add_noise(clean, noise, timesteps), timesteps).sample
     losses = F.mse_loss(prediction, noising.target(clean, noise, timesteps), reduction="none").mean(dim=(1, 2, 3))
-    run.step(noising.weights(timesteps) * losses)
+    return noising.weights(timesteps) * losses
 
 
 def start(run):
-    run.device = torch.device("cuda")
+    run.device = DEVICE
     unet = run.build_model()
     run.accelerator.prepare = lambda module: module
     run.start({"unet": unet})
@@ -78,7 +76,7 @@ def test_step_does_not_wait_for_device(gpu_run, model_type, skip_scaling):
             run._begin(count % 2)
             run._started = 0.0
             run.accelerator.gradient_state._set_sync_gradients(count % 2 == 1)
-            step(run, noising, batch.to(run.device), run.models)
+            run.step(losses_of(run, noising, batch.to(run.device), run.models))
             if run.accelerator.sync_gradients:
                 run._end_step()
         assert run.global_step == 2
@@ -88,21 +86,10 @@ def test_step_does_not_wait_for_device(gpu_run, model_type, skip_scaling):
 
 @pytest.mark.parametrize("model_type", ["uvit", "unet"])
 def test_validation_runs_on_device(gpu_run, model_type):
-    run, _ = gpu_run(model_type=model_type)
+    run, _ = gpu_run(model_type=model_type, skip_scaling="ls")
+    batches = list(run.data.validation.batches(batch_size=2))
     with fake_cuda():
         noising = start(run)
-        seen = []
-
-        def losses_of(models, batch):
-            clean = run.encode_images(batch)
-            noise = batch.normal_like(clean, "noise")
-            timesteps = noising.timesteps(batch.uniform("timestep"))
-            prediction = models["unet"](noising.add_noise(clean, noise, timesteps), timesteps).sample
-            losses = F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3))
-            seen.append(losses)
-            return losses
-
-        with run.evaluating(), torch.no_grad(), nullcontext():
-            for batch in run.data.validation.batches(batch_size=2):
-                losses_of(run.modules, batch.to(run.device))
-        assert {losses.device.type for losses in seen} == {"cuda"}
+        with run.evaluating(), torch.no_grad():
+            losses = [losses_of(run, noising, batch.to(run.device), run.modules) for batch in batches]
+    assert {loss.device for loss in losses} == {DEVICE}
