@@ -8,9 +8,9 @@ When does training with scaled skips take fewer steps, and how many fewer?
 The protocol, fixed before the first run:
 
 - Fashion-MNIST, 28 x 28 pixels, from Debian's package dataset-fashion-mnist, a folder or the Hub.
-- `train_unconditional.py`: epsilon prediction, linear betas, a U-ViT with 20 layers, width 64, 4 heads and patch size 4,
-  batch size 32, AdamW with weight decay 0.03, 100 warm-up steps and then a constant learning rate, gradients clipped
-  at 1.0, 2,000 steps.
+- `train_unconditional.py`: epsilon prediction, linear betas, a U-ViT with 20 layers, width 64, 4 heads and patch size
+  4, batch size 32, AdamW with weight decay 0.03, 100 warm-up steps and then a constant learning rate, gradients
+  clipped at 1.0, 2,000 steps.
 - Every 50 steps: the loss of 512 test images with fixed noise and timesteps, for the EMA weights (maximum decay 0.995,
   which ramps up as in the scripts) and for the raw weights. The headline numbers use the EMA weights; the tables also
   show the raw weights. The final loss is the mean of the last three evaluations.
@@ -22,9 +22,9 @@ The protocol, fixed before the first run:
 
 Parts:
 
-- A, tuned learning rates, the claim that counts: five learning rates with one seed for each method; then each method at
-  its best learning rate (lowest final loss) with seeds 0 to 2. The target is the plain model at its own best learning
-  rate with the same seed. Reported are median and range over the seeds.
+- A, tuned learning rates, the claim that counts: five learning rates with one seed for each method; then each method
+  at its best learning rate (lowest final loss) with seeds 0 to 2. The target is the plain model at its own best
+  learning rate with the same seed. Reported are median and range over the seeds.
 - B, equal settings, the paper's protocol: the runs of A at equal learning rates. The target is the plain model at the
   same learning rate.
 - C, one change at a time, at the best learning rates of A: 12 and 28 layers, batch sizes 16 and 64; and a small U-Net
@@ -237,13 +237,13 @@ class Scheduler:
     def _report(self, run: Run, waiting: int):
         seconds = statistics.median(self.durations) * (waiting / self.jobs + 1) if waiting else 0
         print(
-            f"{run.name}: loss {self.results.final_loss(run):.4f}; {waiting} runs left, about {seconds / 60:.0f} minutes",
+            f"{run.name}: loss {self.results.final_loss(run):.4f}; {waiting} runs left, {seconds / 60:.0f} minutes",
             flush=True,
         )
 
 
 def _rounded(loss: float | None) -> float | None:
-    """Round a loss. None stands for a non-finite loss."""
+    """Round a loss. None means that it was not finite."""
     return None if loss is None else round(loss, 5)
 
 

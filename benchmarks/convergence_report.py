@@ -162,7 +162,7 @@ def draw_figure(results: Results, folder: Path):
 
 
 def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
-    """Draw validation loss over steps as an SVG file: a thin line per seed, a thick one for the median of the seeds."""
+    """Draw validation loss over steps as an SVG file: a thin line per seed, a thick one for their median."""
     curves = {name: [_shown_part(curve) for curve in seeds] for name, seeds in curves.items()}
     styles = {name: f"c{k}" for k, name in enumerate(curves)}
     text, line, colors = _DARK if dark else _LIGHT

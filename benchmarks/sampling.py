@@ -58,7 +58,7 @@ def ddim() -> Pair:
 
 
 def stable_diffusion() -> Pair:
-    """Build Stable Diffusion at an eighth of its width, with given text embeddings, since CLIP is not available offline."""
+    """Build Stable Diffusion at an eighth of its width, without a text encoder: text embeddings are random."""
     unet = UNet2DConditionModel(
         sample_size=32, block_out_channels=(40, 80, 160, 160), cross_attention_dim=96, attention_head_dim=8,
         norm_num_groups=8,

@@ -43,8 +43,8 @@ TRAINING = {
     "train_batch_size": 64,
     "max_train_steps": 2_500,
     "learning_rate": 2e-3,
-    # A small model predicts the clean image more easily than the noise. The SNR weight balances high noise levels, where
-    # colors are visible, and low ones, where shapes are.
+    # A small model predicts the clean image more easily than the noise. The SNR weight balances high noise levels,
+    # where colors are visible, and low ones, where shapes are.
     "prediction_type": "sample",
     "snr_gamma": 1,
     "ddpm_beta_schedule": "squaredcos_cap_v2",

@@ -3,8 +3,8 @@ Measure the cost of the training loop on top of forward, backward and optimizer 
 
     python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint|precomputed] [--json]
 
-- loop: steps of the unconditional script, with data, noise, EMA, clipping and log, against a bare loop of the same model
-  and optimizer with a fixed batch and noise, interleaved in one run.
+- loop: steps of the unconditional script, with data, noise, EMA, clipping and log, against a bare loop of the same
+  model and optimizer with a fixed batch and noise, interleaved in one run.
 - loader: images read per second without training.
 - checkpoint: writing a checkpoint of the U-ViT S/2 of CIFAR-10.
 - precomputed: steps from precomputed latents against steps with the autoencoder in the loop.

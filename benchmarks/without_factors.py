@@ -3,11 +3,11 @@ Train a plain U-ViT with parts of what makes constant scaling (CS) differ, to fi
 
     python benchmarks/without_factors.py --of_cs init|rate|both [flags of train_unconditional.py]
 
-CS multiplies the i-th skip by k before `skip_proj` reads it: W (k x) = (k W) x. So a plain model with V = k W has the same
-output. AdamW moves V like k W if V starts with the initial weights times k and trains with its learning rate times k,
-eps / k (the gradients of V are the gradients of W divided by k) and weight decay / k (AdamW multiplies it by the
-learning rate). So `both` equals CS as long as gradients are not clipped (the total gradient norm contains the gradients
-of V). `init` and `rate` are its two parts.
+CS multiplies the i-th skip by k before `skip_proj` reads it: W (k x) = (k W) x. So a plain model with V = k W has the
+same output. AdamW moves V like k W if V starts with the initial weights times k and trains with its learning rate
+times k, eps / k (the gradients of V are the gradients of W divided by k) and weight decay / k (AdamW multiplies it by
+the learning rate). So `both` equals CS as long as gradients are not clipped (the total gradient norm contains the
+gradients of V). `init` and `rate` are its two parts.
 """
 
 import argparse
