@@ -113,7 +113,7 @@ images[0].save("image.png")"""
 
 
 _NEXT = (
-    "<p>docs/train_on_your_pictures.md trains on your own images. docs/which_method.md compares seven methods over "
+    "<p>docs/train_on_your_images.md trains on your own images. docs/which_method.md compares seven methods over "
     "142 runs; gates that start at 1 (<code>--skip_scaling ls</code>) did best there.</p>"
 )
 
