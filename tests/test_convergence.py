@@ -106,8 +106,8 @@ def test_diverged_plain_model_sets_no_target(benchmark, results):
 def test_plain_model_with_a_high_final_loss_sets_no_target(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     rate = {"learning_rate": 4e-3}
-    fallen = (rate, [0.5, 0.2, 1.0, 1.0, 1.0])
-    found = results([fallen, ({**rate, "method": "cs 0.9"}, [0.5, 0.4, 0.3, 0.3, 0.3])])
+    diverging = (rate, [0.5, 0.2, 1.0, 1.0, 1.0])
+    found = results([diverging, ({**rate, "method": "cs 0.9"}, [0.5, 0.4, 0.3, 0.3, 0.3])])
     assert found.diverged(runs.Run("none", 4e-3))
     assert "| cs 0.9 |  |  |  |  | 0.3000 (plain diverges) |" in report.tables(found)
 
@@ -116,13 +116,13 @@ def test_run_that_diverges_near_its_end_gains_nothing(benchmark, results):
     """The EMA weights reach the target and do not show the divergence of the raw weights yet."""
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
     rate = {"learning_rate": 4e-3}
-    fallen = ({**rate, "method": "cs 0.9"}, [0.5, 0.1, 0.1, 0.1, 0.2], [0.5, 0.1, 1.0, 1.0, 1.0])
-    found = results([(rate, [0.5, 0.4, 0.3, 0.3, 0.3]), fallen])
+    diverging = ({**rate, "method": "cs 0.9"}, [0.5, 0.1, 0.1, 0.1, 0.2], [0.5, 0.1, 1.0, 1.0, 1.0])
+    found = results([(rate, [0.5, 0.4, 0.3, 0.3, 0.3]), diverging])
     assert found.diverged(runs.Run("cs 0.9", 4e-3))
     assert "| cs 0.9 |  |  |  |  | diverges |" in report.tables(found)
     worse = [({"method": m, "learning_rate": r}, [9.0] * 3) for m in ("none", "cs 0.9") for r in runs.UVIT_RATES[:-1]]
     calm = ({**rate, "method": "cs 0.9"}, [0.5, 0.2, 0.2, 0.2, 0.2])
-    seeds = [({**fallen[0], "seed": seed}, *fallen[1:]) for seed in (1, 2)]
+    seeds = [({**diverging[0], "seed": seed}, *diverging[1:]) for seed in (1, 2)]
     plain = [({**rate, "seed": seed}, [0.5, 0.4, 0.3, 0.3, 0.3]) for seed in (0, 1, 2)]
     table = report.tuned_rates(results([*worse, *plain, calm, *seeds]))
     assert table.splitlines()[-1].split(" | ")[4] == "diverges (diverges to 20.00)"
@@ -130,13 +130,13 @@ def test_run_that_diverges_near_its_end_gains_nothing(benchmark, results):
 
 def test_diverged_plain_seed_is_counted_and_left_out(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    fallen, calm, fast = [0.5, 0.2, 1.0, 1.0, 1.0], [0.5, 0.4, 0.3, 0.3, 0.3], [0.25] * 5
+    diverging, calm, fast = [0.5, 0.2, 1.0, 1.0, 1.0], [0.5, 0.4, 0.3, 0.3, 0.3], [0.25] * 5
     entries = [
-        ({"method": method, "learning_rate": rate}, calm if rate == runs.UVIT_RATES[0] else fallen)
+        ({"method": method, "learning_rate": rate}, calm if rate == runs.UVIT_RATES[0] else diverging)
         for method in ("none", "cs 0.9")
         for rate in runs.UVIT_RATES
     ]
-    seeds = [("none", 1, fallen), ("none", 2, calm), ("cs 0.9", 1, calm), ("cs 0.9", 2, fast)]
+    seeds = [("none", 1, diverging), ("none", 2, calm), ("cs 0.9", 1, calm), ("cs 0.9", 2, fast)]
     entries += [({"method": m, "learning_rate": runs.UVIT_RATES[0], "seed": seed}, curve) for m, seed, curve in seeds]
     plain, cs = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
     assert plain[3] == "0.3000 (0.3000 to diverges)"
@@ -145,11 +145,11 @@ def test_diverged_plain_seed_is_counted_and_left_out(benchmark, results):
 
 def test_overview_shows_each_method_at_its_best_learning_rate_in_all_settings(benchmark, results):
     runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    calm, fast, fallen = [0.5, 0.4, 0.3, 0.3, 0.3], [0.5, 0.2, 0.2, 0.2, 0.2], [0.5, 0.2, 1.0, 1.0, 1.0]
+    calm, fast, diverging = [0.5, 0.4, 0.3, 0.3, 0.3], [0.5, 0.2, 0.2, 0.2, 0.2], [0.5, 0.2, 1.0, 1.0, 1.0]
     entries = [({"learning_rate": rate}, calm) for rate in runs.UVIT_RATES]
     entries += [({"method": "cs 0.9", "learning_rate": rate}, fast) for rate in runs.UVIT_RATES]
     best = {"learning_rate": runs.UVIT_RATES[0]}
-    for others, curve in (({"model": "uvit-12"}, calm), ({"batch_size": 64}, fallen)):
+    for others, curve in (({"model": "uvit-12"}, calm), ({"batch_size": 64}, diverging)):
         entries += [({**best, **others}, calm), ({**best, **others, "method": "cs 0.9"}, curve)]
     assert report.overview(results(entries)).splitlines()[2:] == [
         "| cs 0.9 | 20.00 |  | not reached |  |  | diverges |  |"

@@ -43,6 +43,6 @@ def test_signals_end_a_benchmark_except_under_nohup(project_root):
 
 @pytest.mark.parametrize(("rounds", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (12, 3, 10)])
 def test_interval_of_the_median_matches_the_sign_test(measure, rounds, low, high):
-    """For six rounds the ends are minimum and maximum: all lie on one side of the median once in 32."""
+    """Six rounds give minimum and maximum: all ratios lie on one side of the median once in 32."""
     times = [float(k) for k in range(rounds, 0, -1)]
     assert measure.paired_ratio(times, [1.0] * rounds) == {"ratio": (rounds + 1) / 2, "low": low, "high": high}
