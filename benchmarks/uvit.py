@@ -70,14 +70,14 @@ class StraightforwardBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = StraightforwardMLP(width)
 
-    def take_in(self, x: torch.Tensor, skip: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    def add_skip(self, x: torch.Tensor, skip: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         if not isinstance(factor, float) or factor != 1.0:
             skip = skip * factor
         return self.skip_linear(torch.cat([x, skip], dim=-1))
 
     def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None, factor: float | torch.Tensor = 1.0):
         if skip is not None:
-            x = self.take_in(x, skip, factor)
+            x = self.add_skip(x, skip, factor)
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -238,8 +238,8 @@ def decoder_parts(scaling: str) -> dict[str, dict[str, Callable[[], torch.Tensor
         return model.skip_scaler.factor(skip, len(model.out_blocks))
 
     skip_path = {
-        "ours": lambda: ours._take_in(hidden, skip, factor()),
-        "straightforward": lambda: theirs.take_in(hidden, skip, factor()),
+        "ours": lambda: ours._add_skip(hidden, skip, factor()),
+        "straightforward": lambda: theirs.add_skip(hidden, skip, factor()),
     }
     if scaling != "none":
         return {f"skip path, {scaling}": skip_path}
