@@ -174,7 +174,9 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
 
 def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
     fields = dataclasses.fields(config_class)
-    flags = {field.name: "option" in field.metadata and field.metadata["option"].flag or field.name for field in fields}
+    flags = {
+        field.name: "option" in field.metadata and field.metadata["option"].flag or field.name for field in fields
+    }
     given = {name: values[flag] for name, flag in flags.items() if flag in values}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
@@ -271,8 +273,9 @@ def _add_flag(group, flag: str, default: Any, is_required: bool, hint: Any, deta
     if bool in kinds:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        settings["choices"] = details.choices
-        settings["metavar"] = details.metavar or (None if details.choices else _metavar(flag, kinds))
+        # `check_options` refuses other choices, and suggests the nearest.
+        shown = "{" + ",".join(details.choices) + "}" if details.choices else _metavar(flag, kinds)
+        settings["metavar"] = details.metavar or shown
         settings["type"] = _parser_of(hint)
         if tuple in kinds:
             settings["nargs"] = "+"
