@@ -23,6 +23,7 @@ from scalelong_diffusers.train import (
     train_text_to_image,
     train_unconditional,
 )
+from scalelong_diffusers.training import TrainingStopped
 from scalelong_diffusers.training.latents import check_text_encoder
 from scalelong_diffusers.training.small_clip import build_small_clip
 
@@ -259,16 +260,23 @@ def test_rejects_missing_columns(precompute):
 
 
 @pytest.mark.slow
-def test_scripts_reject_other_encoders_and_folders(refused, latents, encoders, vae, network, tmp_path):
-    settings = {**IMAGES, "precomputed_dir": latents, "model_config_name_or_path": encoders / "model"}
-    other = refused(**settings, pretrained_vae_model_name_or_path=encoders / "vae1")
-    assert f"were computed with the autoencoder {encoders / 'vae0'} (weights" in other
-    assert f"got {encoders / 'vae1'} (weights" in other
-    assert f"give --pretrained_vae_model_name_or_path {encoders / 'vae0'}" in refused(**settings)
-    assert "has no index.json; precompute_latents.py" in refused(**settings | {"precomputed_dir": tmp_path}, **vae)
-    assert "are both given; choose one of them" in refused(**settings, **vae, train_data_dir="pictures")
-    evaluated = {"eval_steps": 2, "eval_features": network}
-    assert "which --precomputed_dir does not have: give --eval_reference" in refused(**settings, **vae, **evaluated)
+def test_scripts_reject_other_encoders_and_folders(train, latents, encoders, vae, network, tmp_path):
+    valid = {**IMAGES, **vae, "precomputed_dir": latents, "model_config_name_or_path": encoders / "model"}
+    for changes, message in (
+        (
+            {"pretrained_vae_model_name_or_path": encoders / "vae1"},
+            rf"computed with the autoencoder {encoders / 'vae0'} \(weights .* got {encoders / 'vae1'} \(weights",
+        ),
+        (
+            {"pretrained_vae_model_name_or_path": None},
+            f"--pretrained_vae_model_name_or_path {encoders / 'vae0'}",
+        ),
+        ({"precomputed_dir": tmp_path}, "has no index.json; precompute_latents.py"),
+        ({"eval_steps": 2, "eval_features": network}, "--eval_reference"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(tmp_path / "rejected", **valid | changes)
+        assert not (tmp_path / "rejected").is_dir()
 
 
 def test_rejects_other_text_encoders(latents, encoders):
@@ -411,7 +419,7 @@ def test_resumes_two_killed_processes(launch_script, precompute_flags, precomput
     # Both processes resume, and stop together at an unreadable image.
     code, _, errors = launch_script(command, processes=2).wait()
     assert code != 0
-    [line] = [line for line in errors.splitlines() if "150.png cannot be read" in line]
+    [line] = {line for line in errors.splitlines() if "150.png cannot be read" in line}
     assert line.startswith("precompute_latents: ")
     assert line.endswith("on_bad_image='skip' leaves it out")
     assert "Connection closed" not in errors
@@ -429,6 +437,16 @@ def test_resumes_two_killed_processes(launch_script, precompute_flags, precomput
     one, other = (load(where, **options).train.batches(50, num_steps=8) for where in (folder, uninterrupted))
     for batch, expected in zip(one, other, strict=True):
         torch.testing.assert_close(batch["moments"], expected["moments"], rtol=0, atol=1e-5)
+
+
+def test_interruption_says_how_to_resume(precompute, monkeypatch, tmp_path):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(precompute_latents.PrecomputedWriter, "write", interrupt)
+    with pytest.raises(TrainingStopped, match="run the same command again to resume") as stopped:
+        precompute(tmp_path / "interrupted")
+    assert stopped.value.exit_code == 130
 
 
 def test_keeps_finished_shards(precompute, latents):
