@@ -24,6 +24,7 @@ from measure import enough_rounds, machine, paired_ratio, paired_times
 from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
+from scalelong_diffusers.options import build_config
 from scalelong_diffusers.training import (
     NoiseProcess,
     TrainingLoop,
@@ -44,7 +45,7 @@ def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, Traini
     words = [f"--{name}={value}" for name, value in {"output_dir": folder, "max_train_steps": 10**6, **flags}.items()]
     args = parse_training_arguments(training_parser("", condition=None), words)
     accelerator = start(args)
-    settings = DataConfig.from_arguments(args)
+    settings = build_config(DataConfig, vars(args))
     data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
     unet = build_model(args, data)
     with contextlib.redirect_stdout(None):  # the settings

@@ -19,6 +19,7 @@ from torch import nn
 
 from scalelong_diffusers import UViTModel, remove_skip_scaling, skip_connections
 from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.options import build_config
 from scalelong_diffusers.training import (
     NoiseProcess,
     TrainingLoop,
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None):
     args = parse_training_arguments(parser, argv)
     with mistakes_as_sentences():
         accelerator = start(args)
-        settings = DataConfig.from_arguments(args)
+        settings = build_config(DataConfig, vars(args))
         data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=args.seed)
         unet = build_model(args, data)
         optimizer = without_factors(unet, args)

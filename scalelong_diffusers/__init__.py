@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.pipelines.loading import load_pipeline
     from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
     from scalelong_diffusers.pipelines.unconditional import ScaleLongUnconditionalPipeline
-    from scalelong_diffusers.presets import model_from_preset
+    from scalelong_diffusers.presets import get_preset, model_from_preset
 
 # Imported on first use, so that a user of one U-Net does not wait for all other models, transformers and datasets.
 _MODULES = {
@@ -54,6 +54,7 @@ _MODULES = {
     "UViTModel": "models.uvit",
     "UserError": "errors",
     "apply_skip_scaling": "patching",
+    "get_preset": "presets",
     "load_adapter": "hub.adapters",
     "load_pipeline": "pipelines.loading",
     "model_from_preset": "presets",

@@ -4,6 +4,12 @@ Everything private in torch and diffusers that the package uses, in one place.
 Each function has a test that fails if a new version of the library changes what it relies on.
 """
 
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.configuration_utils import FrozenDict
+
 
 def register_library(name: str):
     """Let diffusers load pipeline components whose classes live in the package `name`."""
@@ -14,3 +20,30 @@ def register_library(name: str):
     except ImportError:
         return
     LOADABLE_CLASSES.setdefault(name, {"ModelMixin": ["save_pretrained", "from_pretrained"]})
+
+
+def write_config_entry(model: ModelMixin, name: str, value: Any | None):
+    """Set an entry of a model's config, or delete it if `value` is None. `register_to_config` can only add entries."""
+    config = {**model.config, name: value}
+    if value is None:
+        del config[name]
+    if "_use_default_values" in config:  # `from_config` drops these entries
+        config["_use_default_values"] = [other for other in config["_use_default_values"] if other != name]
+    if "_class_name" in config:
+        config["_class_name"] = type(model).__name__
+    model._internal_dict = FrozenDict(config)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether `model.compile()` was called."""
+    return model._compiled_call_impl is not None
+
+
+def has_functorch_transform() -> bool:
+    """Return whether a transform of torch.func, such as `grad` or `vmap`, is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks on saved tensors are active, as in activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

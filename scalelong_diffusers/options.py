@@ -70,7 +70,7 @@ class Option:
 
     def allows(self, number: float) -> bool:
         return (
-            math.isfinite(number)
+            -math.inf < number < math.inf
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
@@ -97,9 +97,8 @@ def options_of(config_class: type) -> Iterator[tuple[str, dataclasses.Field, Opt
 def check_options(config: Any):
     """Raise a `UserError` if a field of the config has a wrong type or is out of bounds."""
     hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        if details := field.metadata.get("option"):
-            _check_value(details.flag or field.name, getattr(config, field.name), hints[field.name], details)
+    for field, details in _own_options(type(config)):
+        _check_value(details.flag or field.name, getattr(config, field.name), hints[field.name], details)
 
 
 def _check_value(name: str, value: Any, hint: Any, details: Option):
@@ -155,21 +154,37 @@ def _literals(hint: Any) -> tuple[str, ...]:
 
 
 def _nested_config(config_class: type, field: dataclasses.Field) -> type | None:
-    hint = typing.get_type_hints(config_class)[field.name]
-    return hint if dataclasses.is_dataclass(hint) else None
+    kinds = _kinds(typing.get_type_hints(config_class)[field.name])
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
-def build_config(config_class: type[Config], values: Mapping[str, Any]) -> Config:
-    """Build a config, and the configs nested in it, from values by flag. Flags of other configs are ignored."""
-    fields = {}
+def build_config(config_class: type[Config], values: Mapping[str, Any], **nested_configs) -> Config:
+    """
+    Build a config, and the configs nested in it, from values by flag. Flags of other configs are ignored.
+
+    Nested configs that are given are used as they are. The others start from the default of their field.
+    """
+    fields = dict(nested_configs)
     for field in dataclasses.fields(config_class):
         nested = _nested_config(config_class, field)
-        flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
-        if nested is not None:
-            fields[field.name] = build_config(nested, values)
-        elif flag in values:
-            fields[field.name] = values[flag]
-    return config_class(**fields)
+        if nested is not None and field.name not in fields:
+            fields[field.name] = dataclasses.replace(_default_of(field), **_given_fields(nested, values))
+    return config_class(**fields, **_given_fields(config_class, values))
+
+
+def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    flags = {details.flag or field.name: field.name for field, details in _own_options(config_class)}
+    given = {name: values[flag] for flag, name in flags.items() if flag in values}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _own_options(config_class: type) -> list[tuple[dataclasses.Field, Option]]:
+    fields = dataclasses.fields(config_class)
+    return [(field, field.metadata["option"]) for field in fields if "option" in field.metadata]
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def flat_options(config: Any) -> dict[str, Any]:
@@ -192,7 +207,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
@@ -221,39 +236,55 @@ def add_options(
     title: str | None = None,
     description: str | None = None,
     without: Collection[str] = (),
+    optional: bool = False,
+    defaults: Any = None,
 ):
     """
     Add a flag for each option of a config class.
+
+    Args:
+        without: flags to leave out.
+        optional: require no flag.
+        defaults: a config whose values are shown as defaults, instead of the defaults of the class.
 
     Parsing leaves out flags that were not given, so that `build_config(config_class, vars(arguments))` uses the
     defaults of the fields.
     """
     group = parser if title is None else parser.add_argument_group(title, description)
     hints = typing.get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
-        details = field.metadata.get("option")
-        if details is not None and (details.flag or field.name) not in without:
-            _add_flag(group, field, hints[field.name], details)
+    for field, details in _own_options(config_class):
+        flag = details.flag or field.name
+        if flag not in without:
+            default = _default_of(field) if defaults is None else getattr(defaults, field.name)
+            is_required = default is dataclasses.MISSING and not optional
+            _add_flag(group, flag, default, is_required, hints[field.name], details)
 
 
-def _add_flag(group, field: dataclasses.Field, hint: Any, details: Option):
+def _add_flag(group, flag: str, default: Any, is_required: bool, hint: Any, details: Option):
     kinds = _kinds(hint)
-    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, details)}
-    if field.default is dataclasses.MISSING:
-        settings["required"] = True
+    settings: dict[str, Any] = {
+        "default": argparse.SUPPRESS,
+        "help": _help(default, details),
+        "required": is_required,
+    }
     if bool in kinds:
         settings["action"] = argparse.BooleanOptionalAction
     else:
         settings["choices"] = details.choices
-        settings["metavar"] = details.metavar
+        settings["metavar"] = details.metavar or (None if details.choices else _metavar(flag, kinds))
         settings["type"] = _parser_of(hint)
         if tuple in kinds:
             settings["nargs"] = "+"
-    group.add_argument(f"--{details.flag or field.name}", **settings)
+    group.add_argument(f"--{flag}", **settings)
 
 
-def _help(field: dataclasses.Field, details: Option) -> str:
-    default = field.default
+def _metavar(flag: str, kinds: set[Any]) -> str:
+    if float in kinds:
+        return "X"
+    return "N" if int in kinds else flag.split("_")[-1].upper()
+
+
+def _help(default: Any, details: Option) -> str:
     if default is None or default is dataclasses.MISSING or default == ():
         return details.help.replace("%", "%%")
     shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default

@@ -1,45 +1,49 @@
-"""The processes of `accelerate launch` or torchrun, or the only one where there is no launch."""
+"""The processes of `accelerate launch` or torchrun. Without a launcher there is one."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object, parse_flag_from_env
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+
+from scalelong_diffusers.errors import UserError
 
 
 Result = TypeVar("Result")
 
 
-class OtherProcessFailed(ValueError):
-    """What another process could not do, by its own words."""
+class OtherProcessFailed(UserError):
+    """Another process failed. The message is the message of its error."""
 
 
 class WorkSkipped(Exception):
-    """Why work is given up that can be done without. It is no failure: what was begun goes on."""
+    """Optional work is skipped for a reason. This is not a failure."""
 
 
 def processes() -> PartialState:
-    """This one's place among all."""
-    # Left to itself, accelerate does not join processes on CPUs: each would take itself for the main one.
+    """Return the state of this process: its index, its device, and the number of processes."""
+    # By default, accelerate does not connect processes on CPUs: each would believe that it is the main process.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     return PartialState(cpu=on_cpu)
 
 
 def run_on_all_processes(function: Callable[[], Result]) -> Result:
     """
-    Run a function in all processes, each with work of its own. Where it fails in one it fails in all, with the same
-    reason: none waits for ever for what will not come. Where one leaves it out all do, unless another fails.
+    Run a function in all processes, and return when all of them have finished.
+
+    If it fails in one process, the others raise `OtherProcessFailed` with the same message, so that no process waits
+    forever. If it raises `WorkSkipped` in one process and fails in none, all raise `WorkSkipped`.
     """
-    processes()  # which joins them, where nothing did before
+    processes()  # connects them
     result = error = None
     try:
         result = function()
     except Exception as raised:
         error = raised
-    reason = None if error is None else " ".join(str(error).split()) or type(error).__name__
+    reason = None if error is None else _one_line(error)
     outcomes = gather_object([(reason, isinstance(error, WorkSkipped))])
-    failures = [reason for reason, is_left_out in outcomes if reason and not is_left_out]
+    failures = [reason for reason, is_skipped in outcomes if reason and not is_skipped]
     if error is not None and (not failures or not isinstance(error, WorkSkipped)):
         raise error
     if failures:
@@ -47,3 +51,28 @@ def run_on_all_processes(function: Callable[[], Result]) -> Result:
     for reason, _ in filter(all, outcomes):
         raise WorkSkipped(reason)
     return result
+
+
+def run_on_main_process(function: Callable[[], Result]) -> Result:
+    """
+    Run a function in the main process while the others wait, and return its result in all processes.
+
+    If it fails, the others raise `OtherProcessFailed` with the same message.
+    """
+    outcome, error = [None, None], None
+    if processes().is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as raised:
+            error, outcome[1] = raised, _one_line(raised)
+    broadcast_object_list(outcome)
+    if error is not None:
+        raise error
+    result, failure = outcome
+    if failure is not None:
+        raise OtherProcessFailed(failure)
+    return result
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

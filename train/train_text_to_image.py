@@ -1,4 +1,4 @@
-"""
+r"""
 Train a text-to-image diffusion model, a U-ViT or a U-Net of diffusers, with scaled long skips.
 
     accelerate launch train/train_text_to_image.py --train_data_dir pictures_with_captions --resolution 64 \
@@ -7,13 +7,13 @@ Train a text-to-image diffusion model, a U-ViT or a U-Net of diffusers, with sca
         --dataset_name user/coco --pretrained_vae_model_name_or_path stabilityai/sd-vae-ft-ema \
         --pretrained_text_encoder_name_or_path openai/clip-vit-large-patch14
 
-Where no text encoder is named, a small CLIP is built from the captions and trained along. Without a data set it trains
-on shapes that the package draws. The output folder is that of a pipeline:
+Without a text encoder, a small CLIP is built from the captions and trained too. Without a dataset it trains on shapes
+that the package draws. The output folder is a pipeline:
 `ScaleLongTextToImagePipeline.from_pretrained("out")("a red circle")`.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,129 +22,81 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline
-from scalelong_diffusers.data import Batch, DataConfig, load_training_data
-from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder
-from scalelong_diffusers.presets import get_preset
-from scalelong_diffusers.randomness import generator_for
-from scalelong_diffusers.training import (
-    NoiseProcess,
-    SampleEvaluation,
-    TrainingLoop,
-    build_model,
-    build_text_encoder,
-    check_text_encoder,
-    check_validation_prompts,
-    encode_images,
-    grid_prompts,
-    held_out_captions,
-    leave_out,
-    load_named_text_encoder,
-    load_vae,
-    mistakes_as_sentences,
-    parse_training_arguments,
-    run_script,
-    save_pipeline,
-    save_samples,
-    settle,
-    start,
-    text_condition,
-    training_parser,
-    validation_losses,
-)
+from scalelong_diffusers.training import Batch, TrainingConfig, TrainingRun, option, parse_config, run_script
+from scalelong_diffusers.training.text import TextCondition, grid_prompts, held_out_captions
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = training_parser("Train a text-to-image diffusion model.", condition="text")
-    add = parser.add_argument_group("text").add_argument
-    add("--pretrained_text_encoder_name_or_path", metavar="PATH", help="a CLIP, or a pipeline that has one")
-    add("--train_text_encoder", action="store_true", help="train it along; so is the small one, where none is named")
-    add(
-        "--proportion_empty_prompts",
-        type=float,
-        default=0.1,
-        help="how many captions are left out, which guidance needs",
+@dataclass(frozen=True)
+class TextToImageConfig(TrainingConfig):
+    task = "text-to-image"
+
+    pretrained_text_encoder_name_or_path: str | None = option(
+        None, "a CLIP text encoder, or a pipeline that has one", metavar="PATH"
     )
-    add("--validation_prompts", nargs="+", metavar="TEXT", help="of the sample grid; captions held out by default")
-    add("--guidance_scale", type=float, default=4.0, help="of the sample grid; 1 is none")
-    args = parse_training_arguments(parser, argv)
-    if not 0 <= args.proportion_empty_prompts < 1:
-        parser.error(f"--proportion_empty_prompts must be in [0, 1), got {args.proportion_empty_prompts}")
-    if args.pretrained_text_encoder_name_or_path is None:
-        if args.preset is not None and not args.train_text_encoder:
-            parser.error(
-                f"preset {args.preset} reads text by a CLIP of width "
-                f"{get_preset(args.preset).config['cross_attention_dim']}: give "
-                "--pretrained_text_encoder_name_or_path openai/clip-vit-large-patch14, or --train_text_encoder for "
-                "one built from the captions"
-            )
-        args.train_text_encoder = True
-    return args
+    train_text_encoder: bool = option(
+        False, "train the text encoder too; a small one built from the captions always is", on_resume="fixed"
+    )
+    proportion_empty_prompts: float = option(
+        0.1, "probability of dropping the caption, for guidance", at_least=0, below=1
+    )
+    validation_prompts: tuple[str, ...] | None = option(
+        None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"
+    )
+    guidance_scale: float = option(4.0, "guidance of sample grids; 1 turns it off", at_least=0)
+
+
+def train(config: TextToImageConfig):
+    run = TrainingRun(config)
+    vae = run.load_vae()
+    data = run.load_data(needs_captions=True)
+    text = TextCondition(run)
+    unet = run.build_model(text=text.model_config)
+    text_encoder, tokenizer = text.prepare(unet)
+    noising = run.noise_process()
+    run.start({"unet": unet} | ({"text_encoder": text_encoder} if text.is_trained else {}))
+
+    def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
+        clean = run.encode_images(batch)
+        noise = batch.normal_like(clean, "noise")
+        timesteps = noising.timesteps(batch.uniform("timestep"))
+        states = text.hidden_states(models, batch)
+        noisy = noising.add_noise(clean, noise, timesteps)
+        prediction = models["unet"](noisy, timesteps, encoder_hidden_states=states).sample
+        target = noising.target(clean, noise, timesteps)
+        losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+        return noising.weights(timesteps) * losses
+
+    def pipeline() -> ScaleLongTextToImagePipeline:
+        scheduler = DPMSolverMultistepScheduler.from_config(noising.scheduler.config)
+        pipe = ScaleLongTextToImagePipeline(
+            unet, scheduler, text_encoder, tokenizer, vae, latent_scale=config.model.latent_scale
+        )
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def samples(numbers: Sequence[int], prompts: Sequence[str]) -> list:
+        return pipeline()(
+            [prompts[k % len(prompts)] for k in numbers],
+            num_inference_steps=config.monitoring.num_inference_steps,
+            guidance_scale=config.guidance_scale,
+            generator=run.generators(numbers),
+        ).images
+
+    for batch in run:
+        run.step(losses_of(run.models, batch))
+        if run.is_due(config.monitoring.validation_steps):
+            run.validate(losses_of)
+        if run.is_due(config.monitoring.sample_steps):
+            prompts = grid_prompts(config.validation_prompts, data, config.monitoring.num_samples)
+            run.save_samples(partial(samples, prompts=prompts), len(prompts))
+        if run.is_due(config.monitoring.eval_steps):
+            run.evaluate(partial(samples, prompts=held_out_captions(data)))
+
+    run.save(pipeline())
 
 
 def main(argv: Sequence[str] | None = None):
-    args = parse_args(argv)
-    with mistakes_as_sentences():
-        accelerator = start(args)
-        vae = load_vae(args, accelerator)
-        text = load_named_text_encoder(args, accelerator)
-        settings = DataConfig.from_arguments(args)
-        data = load_training_data(
-            settings, channels=vae and vae.config.in_channels, needs_labels=False, needs_captions=True, seed=args.seed
-        )
-        unet = build_model(args, data, vae, text=text_condition(text))
-        text_encoder, tokenizer = text or build_text_encoder(args, data, unet)
-        captions = CaptionEncoder(text_encoder, tokenizer, unet)
-        check_text_encoder(data, captions, args.pretrained_text_encoder_name_or_path)
-        check_validation_prompts(args.validation_prompts, tokenizer, captions.max_tokens)
-        process = NoiseProcess.from_arguments(args)
-        modules = {"unet": unet} | ({"text_encoder": text_encoder} if args.train_text_encoder else {})
-        run = settle(args, accelerator, data, unet)
-        evaluation = SampleEvaluation.from_arguments(args, accelerator, data)
-        loop = TrainingLoop(args, accelerator, modules, data, run)
-
-    def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
-        clean = encode_images(batch, vae, args.latent_scale)
-        noise = batch.normal_like(clean, "noise")
-        timesteps = process.timesteps(batch.uniform("timestep")).to(clean.device)
-        texts = leave_out(batch, args.proportion_empty_prompts)
-        if data.features is None:
-            tokens = captions.tokenize(texts).to(clean.device)
-            states = models.get("text_encoder", text_encoder)(tokens)[0]
-        else:
-            states = data.features.text_states(batch, texts)
-        noisy = process.add_noise(clean, noise, timesteps)
-        prediction = models["unet"](noisy, timesteps, encoder_hidden_states=states).sample
-        target = process.target(clean, noise, timesteps)
-        losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
-        return process.weights(timesteps) * losses
-
-    def pipeline() -> ScaleLongTextToImagePipeline:
-        scheduler = DPMSolverMultistepScheduler.from_config(process.scheduler.config)
-        return ScaleLongTextToImagePipeline(
-            unet, scheduler, text_encoder, tokenizer, vae, latent_scale=args.latent_scale
-        )
-
-    def samples(numbers: Sequence[int], prompts: Sequence[str]) -> list:
-        pipe = pipeline()
-        pipe.set_progress_bar_config(disable=True)
-        return pipe(
-            [prompts[k % len(prompts)] for k in numbers],
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=args.guidance_scale,
-            generator=[generator_for(args.seed, "sample", k) for k in numbers],
-        ).images
-
-    for batch in loop:
-        loop.step(losses_of(loop.models, batch))
-        if loop.is_due(args.validation_steps):
-            loop.record(validation_losses(loop, losses_of, loop.modules))
-        if loop.is_due(args.sample_steps):
-            prompts = grid_prompts(args, data)
-            save_samples(loop, partial(samples, range(len(prompts)), prompts))
-        if loop.is_due(args.eval_steps):
-            loop.record(evaluation.figures(loop, partial(samples, prompts=held_out_captions(data))))
-
-    save_pipeline(loop, pipeline())
+    train(parse_config(TextToImageConfig, __doc__, argv))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A data set becomes batches."""
+"""Turn a dataset into batches."""
 
 from scalelong_diffusers.data.batch import Batch
-from scalelong_diffusers.data.config import DataConfig, add_data_arguments
+from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.images import UnreadableImage
 from scalelong_diffusers.data.shapes import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.stream import Stream
@@ -17,7 +17,6 @@ __all__ = [
     "Stream",
     "TrainingData",
     "UnreadableImage",
-    "add_data_arguments",
     "load_training_data",
     "recognize",
 ]

@@ -1,26 +1,28 @@
-"""Samples put together, with randomness that belongs to each of them."""
+"""Batches, and the random draws that belong to their samples."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from scalelong_diffusers.randomness import generator_for
+from scalelong_diffusers.randomness import generator_for, normal, seed_for, uniform
 
 
 class Batch:
     """
-    Columns of samples (`batch["pixel_values"]`, `batch["labels"]`, `batch["captions"]`), and what is drawn for them.
+    Samples of a stream: `batch["pixel_values"]`, `batch["labels"]`, `batch["captions"]`.
 
-    Every draw of a sample depends on the seed, on what it is for, and on the sample's position in the stream alone:
-    not on the size of the batch, nor on the number of processes, nor on where a run was resumed.
+    Random numbers of a sample depend only on the seed, the stream, the position of the sample and the purpose. They do
+    not depend on the batch size, the number of processes, or the step at which a run was resumed.
 
     Args:
-        columns: tensors, or lists of texts, with one entry for each sample.
-        positions: where the samples stand in their stream.
-        stream: the name of the stream, so that training and validation draw apart.
-        seed: of the run.
-        unreadable: the files that had to be passed over.
+        columns: tensors or lists with one entry per sample.
+        positions: positions of the samples in their stream.
+        stream: name of the stream, such as "train". Streams draw independently of each other.
+        seed: seed of the run.
+        unreadable: names of the images that were skipped for these samples.
     """
 
     def __init__(
@@ -34,8 +36,8 @@ class Batch:
         self.columns = columns
         self.positions = list(positions)
         self.stream = stream
-        self.seed = seed
         self.unreadable = list(unreadable)
+        self.keys = torch.tensor([seed_for(seed, stream, position) for position in positions], dtype=torch.int64)
 
     def __getitem__(self, column: str) -> Any:
         return self.columns[column]
@@ -47,44 +49,41 @@ class Batch:
         return len(self.positions)
 
     def to(self, device: torch.device | str) -> "Batch":
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch with its tensors on a device. Pinned tensors are copied without blocking."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """For the data loader."""
-        return self._with(torch.Tensor.pin_memory)
+        """Return the batch in pinned memory. The data loader calls this."""
+        return self.map(torch.Tensor.pin_memory)
 
-    def _with(self, change) -> "Batch":
-        columns = {
-            name: change(column) if isinstance(column, torch.Tensor) else column
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Return the batch with a function applied to each of its tensors."""
+        mapped = copy.copy(self)
+        mapped.keys = function(self.keys)
+        mapped.columns = {
+            name: function(column) if isinstance(column, torch.Tensor) else column
             for name, column in self.columns.items()
         }
-        return Batch(columns, self.positions, self.stream, self.seed, self.unreadable)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Batch"]) -> "Batch":
-        """One batch of the samples of several."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        columns = {name: _joined([part[name] for part in parts]) for name in first.columns}
-        positions = [position for part in parts for position in part.positions]
-        unreadable = [name for part in parts for name in part.unreadable]
-        return cls(columns, positions, first.stream, first.seed, unreadable)
+        return mapped
 
     def normal_like(self, tensor: torch.Tensor, purpose: str) -> torch.Tensor:
-        """Standard normal noise with the shape, dtype and device of a tensor that has one entry for each sample."""
-        draws = [torch.randn(tensor.shape[1:], generator=generator) for generator in self._generators(purpose)]
-        return torch.stack(draws).to(tensor)
+        """Return standard normal noise in the shape and dtype of a tensor with one entry per sample."""
+        return normal(self.keys, purpose, tensor.shape[1:]).to(tensor.dtype)
 
     def uniform(self, purpose: str) -> torch.Tensor:
-        """A number in [0, 1) for each sample, on the CPU."""
-        return torch.cat([torch.rand(1, generator=generator) for generator in self._generators(purpose)])
-
-    def _generators(self, purpose: str) -> list[torch.Generator]:
-        return [generator_for(self.seed, self.stream, purpose, position) for position in self.positions]
+        """Return one number in [0, 1) per sample, on the device of the batch."""
+        return uniform(self.keys, purpose)
 
 
-def _joined(columns: list[torch.Tensor] | list[list]) -> torch.Tensor | list:
-    if isinstance(columns[0], torch.Tensor):
-        return torch.cat(columns)
-    return [entry for column in columns for entry in column]
+@dataclass(frozen=True)
+class Draws:
+    """Random draws for one sample on the host, before it is part of a batch: crop, flip, choice of a caption."""
+
+    seed: int
+    stream: str
+    position: int
+
+    def below(self, end: int, purpose: str) -> int:
+        """Return an integer from 0 to `end` - 1."""
+        generator = generator_for(self.seed, self.stream, purpose, self.position)
+        return int(torch.randint(end, (), generator=generator))

@@ -1,134 +1,86 @@
-"""What is said of the data: as settings, and as flags of the training scripts."""
+"""`DataConfig`: where the images come from and how they are preprocessed."""
 
-import argparse
-import dataclasses
-from collections.abc import Collection
+import os
 from dataclasses import dataclass
 
-from scalelong_diffusers.data.images import INTERPOLATION_MODES
-from scalelong_diffusers.errors import did_you_mean
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.options import check_options, option
 
 
-BAD_IMAGE_CHOICES = ("error", "skip")
+INTERPOLATION_MODES = ("lanczos", "bicubic", "bilinear", "hamming", "box")
 _SOURCES = ("dataset_name", "train_data_dir", "precomputed_dir")
-_DATASET_COLUMNS = ("image_column", "label_column", "caption_column", "cache_dir")
-_SMALLEST = {
-    "resolution": 1,
-    "crop_size": 1,
-    "validation_size": 1,
-    "max_train_samples": 1,
-    "num_shapes": 2,
-    "dataloader_num_workers": 0,
-}
+_HUB_ONLY = ("dataset_config_name", "dataset_revision")
+_DATASET_ONLY = ("image_column", "label_column", "caption_column", "cache_dir")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """
-    Where images come from and what is done to them. Without `dataset_name` and `train_data_dir` it is the built-in
-    set of coloured shapes.
+    Where the images come from and how they are preprocessed. Each field is documented by its help text.
 
-    Args:
-        dataset_name: the id of a data set on the Hub, with `dataset_config_name` and `dataset_revision`.
-        train_data_dir: a folder of images, of parquet files, or one that `datasets` saved.
-        cache_dir: where `datasets` keeps what it downloads and prepares.
-        image_column, label_column, caption_column: where they have unusual names.
-        max_train_samples: train on so many of the images.
-        validation_size: how many images the validation loss is computed on, at most: of the split for it, or where
-            there is none held out of the training images, no more than a tenth of them.
-        resolution: the side of the square that an image is scaled and cut to.
-        crop_size: the side of the square at the centre that is cut out before scaling.
-        center_crop: cut at the centre, or at a random place.
-        random_flip: mirror half of the images.
-        image_interpolation_mode: how an image is scaled: lanczos, bicubic, bilinear, hamming or box.
-        on_bad_image: what an image that can not be read does: "error" ends the run, "skip" leaves it out
-            (training takes another one in its place).
-        dataloader_num_workers: processes that read images; none reads them in the process that trains.
-        num_shapes: the size of the built-in set.
-        precomputed_dir: a folder of features that `precompute_latents.py` wrote, in place of a data set.
-        streaming: read the parquet files of the data set as they are needed, and store none of them.
+    `DataConfig()` is the built-in dataset of colored shapes.
     """
 
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    dataset_revision: str | None = None
-    train_data_dir: str | None = None
-    cache_dir: str | None = None
-    image_column: str | None = None
-    label_column: str | None = None
-    caption_column: str | None = None
-    max_train_samples: int | None = None
-    validation_size: int = 256
-    resolution: int = 32
-    crop_size: int | None = None
-    center_crop: bool = False
-    random_flip: bool = False
-    image_interpolation_mode: str = "lanczos"
-    on_bad_image: str = "error"
-    dataloader_num_workers: int = 0
-    num_shapes: int = 10_000
-    precomputed_dir: str | None = None
-    streaming: bool = False
+    dataset_name: str | None = option(None, "dataset on the Hub; without any dataset, the built-in colored shapes")
+    dataset_config_name: str | None = option(None, "config of the dataset on the Hub, if it has several")
+    dataset_revision: str | None = option(None, "branch, tag or commit of the dataset on the Hub")
+    train_data_dir: str | None = option(
+        None, "local folder of images, of parquet files, or saved by datasets.save_to_disk", on_resume="free"
+    )
+    cache_dir: str | None = option(
+        None, "folder for downloaded and prepared datasets; the cache of datasets if not given", on_resume="free"
+    )
+    image_column: str | None = option(None, "image column, if not detected")
+    label_column: str | None = option(None, "class column, if not detected")
+    caption_column: str | None = option(
+        None, "caption column, if not detected; of a list of captions, one is chosen at random each time"
+    )
+    max_train_samples: int | None = option(None, "train on at most N images", at_least=1, metavar="N")
+    validation_size: int = option(
+        256,
+        "compute the validation loss on at most N images; without a validation split, up to a tenth of the training "
+        "images are held out",
+        at_least=1,
+        metavar="N",
+    )
+    resolution: int = option(32, "scale and crop images to this width and height in pixels", at_least=1)
+    crop_size: int | None = option(
+        None, "cut a centered square of this size in pixels from each image before scaling", at_least=1
+    )
+    center_crop: bool = option(False, "crop at the center instead of at a random position")
+    random_flip: bool = option(False, "mirror each image with probability 0.5")
+    image_interpolation_mode: str = option("lanczos", "filter used to scale images", choices=INTERPOLATION_MODES)
+    on_bad_image: str = option(
+        "error",
+        "what to do with an image that cannot be read: stop, or train on another one instead",
+        choices=("error", "skip"),
+        on_resume="free",
+    )
+    dataloader_num_workers: int = option(
+        0, "worker processes that load data; 0 loads in the training process", at_least=0, on_resume="free"
+    )
+    num_shapes: int = option(10_000, "number of images in the built-in dataset", at_least=2)
+    precomputed_dir: str | None = option(
+        None, "train on the output of precompute_latents.py instead of images", on_resume="free"
+    )
+    streaming: bool = option(
+        False, "read parquet or tar files piece by piece during training instead of preparing the dataset first"
+    )
 
     def __post_init__(self):
-        self._check_source()
-        for name, smallest in _SMALLEST.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ValueError(f"{name} must be at least {smallest}, got {value}")
-        _check_choice("image_interpolation_mode", self.image_interpolation_mode, INTERPOLATION_MODES)
-        _check_choice("on_bad_image", self.on_bad_image, BAD_IMAGE_CHOICES)
-
-    def _check_source(self):
-        given = [f"{name}={str(value)!r}" for name in _SOURCES if (value := getattr(self, name)) is not None]
+        for name in ("train_data_dir", "cache_dir", "precomputed_dir"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        check_options(self)
+        given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given[:2])} are both given; train on one of them")
-        if self.streaming and self.dataset_name is None and self.train_data_dir is None:
-            raise ValueError("streaming needs a data set to read: dataset_name or train_data_dir")
-        for name in ("dataset_config_name", "dataset_revision"):
+            raise UserError(f"{given[0]} and {given[1]} are both given; choose one of them")
+        is_dataset = self.dataset_name is not None or self.train_data_dir is not None
+        if self.streaming and not is_dataset:
+            raise UserError("streaming needs dataset_name or train_data_dir")
+        for name in _HUB_ONLY:
             if getattr(self, name) is not None and self.dataset_name is None:
-                raise ValueError(f"{name}={getattr(self, name)!r} needs dataset_name")
-        for name in _DATASET_COLUMNS:
-            if getattr(self, name) is not None and self.dataset_name is None and self.train_data_dir is None:
-                raise ValueError(f"{name}={getattr(self, name)!r} needs dataset_name or train_data_dir")
-
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> "DataConfig":
-        return cls(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(cls)})
-
-
-def _check_choice(name: str, value: str, accepted):
-    if value not in accepted:
-        raise ValueError(f"{name} is {value!r}{did_you_mean(value, accepted)}; accepted: {', '.join(accepted)}")
-
-
-def add_data_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()):
-    """A flag for each of the `DataConfig`, of the same name; those of `without` keep their defaults."""
-    group = parser.add_argument_group("data", "Without a data set, the built-in one of coloured shapes.")
-
-    def add(name: str, explanation: str, **options):
-        if name in without:
-            parser.set_defaults(**{name: getattr(DataConfig, name)})
-            return
-        group.add_argument(f"--{name}", default=getattr(DataConfig, name), help=explanation, **options)
-
-    add("dataset_name", "a data set on the Hub")
-    add("dataset_config_name", "which of its configs")
-    add("dataset_revision", "its branch, tag or commit")
-    add("train_data_dir", "a folder of images, of parquet files, or one that datasets saved")
-    add("precomputed_dir", "features that precompute_latents.py wrote, in place of a data set")
-    add("streaming", "read parquet files as they are needed", action=argparse.BooleanOptionalAction)
-    add("cache_dir", "where datasets keeps what it downloads and prepares")
-    add("image_column", "where it has an unusual name")
-    add("label_column", "where it has an unusual name")
-    add("caption_column", "where it has an unusual name; of a list of captions one is drawn each time")
-    add("max_train_samples", "train on so many of the images", type=int)
-    add("validation_size", "images for the validation loss; held out where there is no split for it", type=int)
-    add("resolution", "images are scaled and cut to this side", type=int)
-    add("crop_size", "cut out this square at the centre before scaling", type=int)
-    add("center_crop", "cut at the centre, not at a random place", action=argparse.BooleanOptionalAction)
-    add("random_flip", "mirror half of the images", action=argparse.BooleanOptionalAction)
-    add("image_interpolation_mode", "how images are scaled", choices=list(INTERPOLATION_MODES))
-    add("on_bad_image", "end at an image that can not be read, or leave it out", choices=BAD_IMAGE_CHOICES)
-    add("dataloader_num_workers", "processes that read images", type=int)
-    add("num_shapes", "the size of the built-in set", type=int)
+                raise UserError(f"{name}={getattr(self, name)} needs dataset_name")
+        for name in _DATASET_ONLY:
+            if getattr(self, name) is not None and not is_dataset:
+                raise UserError(f"{name}={getattr(self, name)} needs dataset_name or train_data_dir")

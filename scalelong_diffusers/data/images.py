@@ -1,4 +1,4 @@
-"""Image files of any kind become arrays of the wanted size and channels."""
+"""Decode image files and bring them to the size and channels of the model."""
 
 import os
 from dataclasses import dataclass
@@ -8,35 +8,35 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from scalelong_diffusers.data.draws import Draws
+from scalelong_diffusers.data.batch import Draws
+from scalelong_diffusers.data.config import DataConfig
+from scalelong_diffusers.errors import UserError
 
 
-INTERPOLATION_MODES = {
-    "lanczos": Image.Resampling.LANCZOS,
-    "bicubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "box": Image.Resampling.BOX,
-}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# What `scalelong sample` writes beside its images: how they were made, and a grid, which is none of them.
+# Files that `scalelong sample` writes next to its images: their settings, and an overview that is not a sample.
 SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
 
 
-class UnreadableImage(ValueError):
-    """An image that can not be used, in a sentence that names it."""
+class UnreadableImage(UserError):
+    """An image cannot be used. The message names it."""
 
     def with_skip_advice(self) -> "UnreadableImage":
         return UnreadableImage(f"{self}; on_bad_image='skip' leaves it out")
 
 
 def is_sample_grid(file: str | os.PathLike) -> bool:
+    """Return whether a file is the overview that `scalelong sample` writes next to its images."""
     folder, name = os.path.split(file)
     return name == SAMPLE_GRID and os.path.isfile(os.path.join(folder, SAMPLE_SETTINGS))
 
 
 def read_image(file: str | bytes) -> Image.Image:
-    """Decode a file, given by its path or content, and turn it as its EXIF data says; a ValueError says why not."""
+    """
+    Decode an image file, given by its path or content, and apply its EXIF orientation.
+
+    Raises a `UserError` with the reason if that fails. The reason does not name the file.
+    """
     try:
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as image:
             image.load()
@@ -45,26 +45,24 @@ def read_image(file: str | bytes) -> Image.Image:
     except MemoryError:
         raise
     except FileNotFoundError as error:
-        raise ValueError("there is no such file") from error
+        raise UserError("the file does not exist") from error
     except Image.UnidentifiedImageError as error:
-        raise ValueError("it is no image that Pillow knows") from error
-    except Exception as error:  # Pillow's decoders raise whatever they stumble over
-        raise ValueError(str(error)) from error
+        raise UserError("not an image that Pillow can open") from error
+    except Exception as error:  # Pillow's decoders raise errors of many types
+        raise UserError(str(error)) from error
 
 
 def _with_eight_bits(image: Image.Image) -> Image.Image:
-    """Pillow's own conversion from 16 bits cuts off all that is above 255."""
+    # Pillow's own conversion clips 16-bit values above 255.
     if image.mode == "I" or image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
     if image.mode == "F":
-        raise ValueError(
-            "its pixels are floating-point numbers, whose range is not known; store them with 8 or 16 bits"
-        )
+        raise UserError("floating-point pixels have an unknown range; convert the image to 8 or 16 bits")
     return image
 
 
 def with_channels(image: Image.Image, channels: int) -> Image.Image:
-    """Grey, RGB or RGBA; what is transparent is laid over white where there is no channel for it."""
+    """Convert an image to gray (1), RGB (3) or RGBA (4). Without an alpha channel, transparency becomes white."""
     if channels != 4 and image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -72,7 +70,7 @@ def with_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def is_gray(image: Image.Image) -> bool:
-    """Whether no pixel has a colour, however the image is stored."""
+    """Return whether all pixels are gray, in any storage format."""
     if image.mode in ("1", "L", "LA", "La"):
         return True
     pixels = np.asarray(with_channels(image, 3))
@@ -80,21 +78,21 @@ def is_gray(image: Image.Image) -> bool:
 
 
 def spread_indices(count: int) -> np.ndarray:
-    """Where to look in a set to tell whether it is grey: up to 16 places from all over it."""
+    """Return up to 16 evenly spaced indices below `count`."""
     return np.linspace(0, count - 1, min(16, count)).astype(int)
 
 
 @dataclass(frozen=True)
 class Transform:
     """
-    Cuts and scales an image to `resolution` x `resolution`.
+    Scales and crops an image to `resolution` x `resolution`.
 
     Args:
         channels: 1, 3 or 4 (RGBA).
-        crop_size: the side of the square at the centre that is cut out first; None keeps all.
-        center_crop: cut the scaled image at its centre, or at a random place.
+        crop_size: first cut a centered square of this size.
+        center_crop: crop the scaled image at its center instead of at a random position.
         random_flip: mirror half of the images.
-        interpolation: one of `INTERPOLATION_MODES`, all of them antialiased.
+        interpolation: one of `INTERPOLATION_MODES`. All of them are antialiased.
     """
 
     resolution: int
@@ -104,38 +102,49 @@ class Transform:
     random_flip: bool = False
     interpolation: str = "lanczos"
 
+    @classmethod
+    def from_config(cls, config: DataConfig, channels: int) -> "Transform":
+        return cls(
+            resolution=config.resolution,
+            channels=channels,
+            crop_size=config.crop_size,
+            center_crop=config.center_crop,
+            random_flip=config.random_flip,
+            interpolation=config.image_interpolation_mode,
+        )
+
     def __call__(self, image: Image.Image, draws: Draws) -> np.ndarray:
-        """(resolution, resolution, channels), uint8."""
+        """Return uint8 pixels of shape (resolution, resolution, channels)."""
         image = with_channels(image, self.channels)
         if self.crop_size is not None:
-            image = self._cut_centre(image)
-        pixels = self._cut(self._scale(image), draws)
+            image = self._cut_center(image)
+        pixels = self._crop(self._scale(image), draws)
         if self.random_flip and draws.below(2, "flip"):
             pixels = pixels[:, ::-1]
         return pixels if pixels.ndim == 3 else pixels[..., None]
 
-    def _cut_centre(self, image: Image.Image) -> Image.Image:
+    def _cut_center(self, image: Image.Image) -> Image.Image:
         width, height = image.size
         if min(width, height) < self.crop_size:
-            raise ValueError(f"it has {width} x {height} pixels, and crop_size is {self.crop_size}")
+            raise UserError(f"its {width} x {height} pixels are smaller than crop_size={self.crop_size}")
         left, top = (width - self.crop_size) // 2, (height - self.crop_size) // 2
         return image.crop((left, top, left + self.crop_size, top + self.crop_size))
 
     def _scale(self, image: Image.Image) -> Image.Image:
-        """The shorter side becomes the resolution."""
+        """Scale the shorter side to the resolution."""
         factor = self.resolution / min(image.size)
         size = tuple(max(self.resolution, round(side * factor)) for side in image.size)
-        return image if size == image.size else image.resize(size, INTERPOLATION_MODES[self.interpolation])
+        return image if size == image.size else image.resize(size, Image.Resampling[self.interpolation.upper()])
 
-    def _cut(self, image: Image.Image, draws: Draws) -> np.ndarray:
+    def _crop(self, image: Image.Image, draws: Draws) -> np.ndarray:
         pixels = np.asarray(image)
-        spare = max(image.size) - self.resolution  # of one side; the other has none
+        spare = max(image.size) - self.resolution  # along the longer side
         start = spare // 2 if self.center_crop or not spare else draws.below(spare + 1, "crop")
         top, left = (start, 0) if image.height > image.width else (0, start)
         return pixels[top : top + self.resolution, left : left + self.resolution]
 
 
 def to_pixel_values(images: list[np.ndarray]) -> torch.Tensor:
-    """(batch, channels, height, width), float32 in [-1, 1]."""
+    """Stack uint8 images into float32 of shape (batch, channels, height, width) in [-1, 1]."""
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
     return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)

@@ -1,14 +1,12 @@
 """
-What encoders made of images and captions, written once by `precompute_latents.py`: a folder of safetensors shards.
+Precomputed latents and text states: a folder of safetensors shards that `precompute_latents.py` writes.
 
-A shard holds a fixed number of rows of the data set, in its order, so that a row is found by its number alone and the
-share held out for validation is the same as without precomputing.
+Each shard holds a fixed number of consecutive rows of the dataset. So a row is found by its number, and the same rows
+are held out for validation as without precomputing.
 """
 
 import dataclasses
 import json
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,120 +16,137 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from scalelong_diffusers.data.batch import Batch
+from scalelong_diffusers.data.batch import Batch, Draws
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.draws import Draws
 from scalelong_diffusers.data.images import Transform, UnreadableImage
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import atomic_write, checksum
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INDEX_FILE = "index.json"
 EMPTY_CAPTION_FILE = "empty_caption.safetensors"
-AGAIN = "run the same precompute_latents.py command again"
+RERUN = "run the same precompute_latents.py command again"
 
-# Columns with a checksum for each entry. Those of captions have one entry for each caption of each row.
-_OF_IMAGES = ("moments", "mirrored_moments")
-_OF_CAPTIONS = ("text_features",)
-_CHECKSUMS = ".crc32"
-# Of all else that a file holds; it is read when the file is opened.
-_CHECKSUM_OF_REST = "crc32"
-_UNREADABLE = (SafetensorError, OSError, KeyError)
+# Columns that are read entry by entry and have a checksum per entry. "text_states" has one entry per caption, the
+# others have one per row.
+_LARGE = ("moments", "mirrored_moments", "text_states")
+_CHECKSUMS = ".checksums"
+_FILE_ERRORS = (SafetensorError, OSError, KeyError)
 
 
-class Features:
-    """A finished folder of features, as `--precomputed_dir` names it."""
+class PrecomputedDataset:
+    """
+    A finished folder of precomputed latents (`precomputed_dir`).
+
+    Attributes:
+        made_of: encoders, transform and columns that the folder was computed with.
+        images: description, classes and sizes of the images.
+        splits: the rows, by the name of the split.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.index = read_index(self.folder)
-        if self.index is None:
-            raise FileNotFoundError(
-                f"precomputed_dir: there is no {INDEX_FILE} in {str(folder)!r}; precompute_latents.py writes one"
+        index = read_index(self.folder)
+        if index is None:
+            raise UserError(
+                f"precomputed_dir: {folder} has no {INDEX_FILE}; precompute_latents.py creates such folders"
             )
-        if not self.index["finished"]:
-            raise ValueError(f"the features in {folder} are unfinished: {AGAIN}, which goes on with them")
-        self._check_sizes()
-        self.made_of: dict[str, Any] = self.index["made_of"]
-        self.images: dict[str, Any] = self.index["images"]
-        if self.has("text_features"):
-            self.empty_caption = _read_empty_caption(self.folder)
-        self.splits = {name: FeatureSplit(self.folder, name, self.index) for name in self.index["splits"]}
+        if not index["finished"]:
+            raise UserError(f"the precomputed latents in {folder} are unfinished: {RERUN} to resume")
+        self.made_of: dict[str, Any] = index["made_of"]
+        self.images: dict[str, Any] = index["images"]
+        self._check_sizes(index["splits"])
+        if self.has("text_states"):
+            self.empty_caption = _load_empty_caption(self.folder)
+        rows_per_shard = self.made_of["rows_per_shard"]
+        self.splits = {
+            name: PrecomputedSplit(self.folder, name, split["rows"], rows_per_shard)
+            for name, split in index["splits"].items()
+        }
 
-    def _check_sizes(self):
-        """That every byte is right is checked as rows are read: to read all of them first could take an hour."""
-        for name, split in self.index["splits"].items():
+    def _check_sizes(self, splits: dict[str, dict]):
+        # Checksums are verified when rows are read: verifying all of them here could take an hour.
+        for name, split in splits.items():
             for number, size in enumerate(split["bytes"]):
                 file = shard_path(self.folder, name, number)
                 found = file.stat().st_size if file.exists() else None
                 if found != size:
-                    what = "is missing" if found is None else f"has {found:,} bytes, and had {size:,}"
-                    raise ValueError(f"the features in {self.folder} are broken: {file.name} {what}; {AGAIN}")
+                    problem = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+                    raise UserError(
+                        f"the precomputed latents in {self.folder} are damaged: {file.name} {problem}; {RERUN}"
+                    )
 
-    def check(self, settings: DataConfig, needs_labels: bool, needs_captions: bool):
-        """Refuse what they can not give."""
-        here = f"the features in {self.folder}"
-        if needs_labels and not self.has("labels"):
-            raise ValueError(f"{here} have no classes: precompute them with --with_labels")
-        if needs_captions and not self.has("text_features"):
-            raise ValueError(f"{here} have no captions: precompute them with --pretrained_text_encoder_name_or_path")
-        if settings.random_flip and not self.has("mirrored_moments"):
-            raise ValueError(f"{here} have no mirrored images for random_flip: precompute them with --random_flip")
-        asked = transform_of(settings, self.images["channels"])
-        made = self.made_of["transform"]
-        changed = [name for name in made if made[name] != asked[name]]
+    def check(self, config: DataConfig, needs_labels: bool, needs_captions: bool):
+        """Raise a `UserError` if the folder does not have what a config needs."""
+        for is_needed, column, missing, flag in (
+            (needs_labels, "labels", "classes", "--with_labels"),
+            (needs_captions, "text_states", "captions", "--pretrained_text_encoder_name_or_path"),
+            (config.random_flip, "mirrored_moments", "mirrored images for random_flip", "--random_flip"),
+        ):
+            if is_needed and not self.has(column):
+                raise UserError(f"the precomputed latents in {self.folder} have no {missing}: precompute with {flag}")
+        wanted = transform_settings(config, self.images["channels"])
+        changed = [name for name, value in self.made_of["transform"].items() if value != wanted[name]]
         if changed:
-            were = ", ".join(f"{name}={made[name]!r}" for name in changed)
-            are = ", ".join(f"{name}={asked[name]!r}" for name in changed)
-            raise ValueError(f"{here} are of images with {were}, and {are} is asked for: give the same, or precompute")
+            before = ", ".join(f"{name}={self.made_of['transform'][name]!r}" for name in changed)
+            now = ", ".join(f"{name}={wanted[name]!r}" for name in changed)
+            raise UserError(
+                f"the precomputed latents in {self.folder} are of images with {before}, but the config has {now}: use "
+                "the same settings, or precompute again"
+            )
 
     def has(self, column: str) -> bool:
+        """Return whether a column was precomputed."""
         return column in self.made_of["columns"]
 
     def check_encoder(self, kind: str, name: str, checksum: str):
-        """Refuse an encoder (`kind` is "autoencoder" or "text_encoder") that is not the one they were made by."""
-        made_by = self.made_of[kind]
-        if made_by["checksum"] != checksum:
-            raise ValueError(
-                f"the features in {self.folder} were made by the {kind} {made_by['name']} (weights "
-                f"{made_by['checksum']}), and {name} (weights {checksum}) is given: give the same, or precompute"
+        """Raise a `UserError` if an encoder is not the one that was used. `kind`: "autoencoder" or "text_encoder"."""
+        used = self.made_of[kind]
+        if used["checksum"] != checksum:
+            raise UserError(
+                f"the precomputed latents in {self.folder} were computed with the {kind} {used['name']} (weights "
+                f"{used['checksum']}), got {name} (weights {checksum}): use the same one, or precompute again"
             )
 
-    def text_states(self, batch: Batch, captions: Sequence[str]) -> torch.Tensor:
-        """The hidden states of a batch's captions, where some of `captions` were left out: are empty."""
-        states = batch["text_features"]
-        left_out = torch.tensor([not caption for caption in captions], device=states.device)
-        return torch.where(left_out[:, None, None], self.empty_caption.to(states), states)
+    def text_states(self, batch: Batch, dropped: torch.Tensor) -> torch.Tensor:
+        """Return the text states of a batch. Where the bool tensor `dropped` is True, the caption counts as empty."""
+        states = batch["text_states"]
+        if self.empty_caption.device != states.device:
+            self.empty_caption = self.empty_caption.to(states.device)  # once, not in each step
+        return torch.where(dropped[:, None, None], self.empty_caption, states)
 
 
-class FeatureSplit:
-    """The rows of one split, by the numbers that they have in the data set."""
+@dataclass(frozen=True)
+class PrecomputedSplit:
+    """The rows of one split, by their number in the dataset."""
 
-    def __init__(self, folder: Path, name: str, index: dict[str, Any]):
-        self._folder = folder
-        self._name = name
-        self._rows = index["splits"][name]["rows"]
-        self._rows_per_shard = index["made_of"]["rows_per_shard"]
+    folder: Path
+    split: str
+    num_rows: int
+    rows_per_shard: int
 
     def __len__(self) -> int:
-        return self._rows
+        return self.num_rows
 
     def shard(self, index: int) -> tuple["Shard", int]:
-        number, row = divmod(index, self._rows_per_shard)
-        return open_shard(shard_path(self._folder, self._name, number)), row
+        """Return the shard of a row, and the number of the row in it."""
+        number, row = divmod(index, self.rows_per_shard)
+        return open_shard(shard_path(self.folder, self.split, number)), row
 
     def captions(self, index: int) -> list[str]:
         shard, row = self.shard(index)
         return shard.captions[row]
 
     def name(self, index: int) -> str:
-        return f"row {index} of the {self._name} split of {self._folder}"
+        return f"row {index} of the {self.split} split of {self.folder}"
 
 
 @dataclass(frozen=True)
-class FeatureRows:
-    """The moments of an image or of its mirror image, with its label, a caption's hidden states, both or neither."""
+class PrecomputedRows:
+    """Reads the moments of an image or its mirror image, with its label and the text states of a caption if needed."""
 
-    source: FeatureSplit
+    source: PrecomputedSplit
     random_flip: bool
     needs_labels: bool
     needs_captions: bool
@@ -140,16 +155,16 @@ class FeatureRows:
         shard, row = self.source.shard(index)
         if row in shard.unreadable:
             raise UnreadableImage(shard.unreadable[row])
-        # Drawn as for the images themselves, which makes both runs the same.
+        # The same draws as for images, so that both kinds of runs see the same samples.
         mirrored = self.random_flip and draws.below(2, "flip")
         columns = {"moments": shard.entry("mirrored_moments" if mirrored else "moments", row)}
         if self.needs_labels:
-            columns["labels"] = int(shard.whole["labels"][row])
+            columns["labels"] = int(shard.small["labels"][row])
         if self.needs_captions:
             captions = shard.captions[row]
-            drawn = draws.below(len(captions), "caption")
-            columns["captions"] = captions[drawn]
-            columns["text_features"] = shard.entry("text_features", shard.first_caption[row] + drawn)
+            chosen = draws.below(len(captions), "caption")
+            columns["captions"] = captions[chosen]
+            columns["text_states"] = shard.entry("text_states", shard.first_caption[row] + chosen)
         return columns
 
     def name(self, index: int) -> str:
@@ -157,122 +172,122 @@ class FeatureRows:
 
 
 class Shard:
-    """An open file, of which rows are read one by one."""
+    """An open shard. Large columns are read entry by entry, the others when the shard is opened."""
 
     def __init__(self, file: Path):
         self.file = file
         self._handle = safe_open(file, "pt")
-        about = self._handle.metadata() or {}
-        large = {*_OF_IMAGES, *_OF_CAPTIONS}
-        self.whole = {name: self._handle.get_tensor(name) for name in self._handle.keys() if name not in large}  # noqa: SIM118
-        self._columns = {name: self._handle.get_slice(name) for name in self._handle.keys() if name in large}  # noqa: SIM118
-        if about[_CHECKSUM_OF_REST] != _checksum_of_rest(self.whole, about):
-            raise UnreadableImage(f"{file} is not what was written: {AGAIN}")
-        self.unreadable = {int(row): reason for row, reason in json.loads(about["unreadable"]).items()}
-        self.captions = json.loads(about["captions"])
+        names, metadata = self._handle.keys(), self._handle.metadata() or {}
+        self.small = {name: self._handle.get_tensor(name) for name in names if name not in _LARGE}
+        self._large = {name: self._handle.get_slice(name) for name in names if name in _LARGE}
+        if metadata["checksum"] != _checksum_of_rest(self.small, metadata):
+            raise UnreadableImage(f"{file} is damaged: {RERUN}")
+        self.unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
+        self.captions = json.loads(metadata["captions"])
         self.first_caption = [0]
         for captions in self.captions:
             self.first_caption.append(self.first_caption[-1] + len(captions))
 
     def entry(self, column: str, number: int) -> torch.Tensor:
-        stored = self._columns[column][number : number + 1][0]
-        if _checksum_of(stored) != int(self.whole[column + _CHECKSUMS][number]):
-            raise UnreadableImage(f"entry {number} of {column} in {self.file} is not what was written: {AGAIN}")
-        return stored.float()
+        """Read one entry of a large column as float32."""
+        entry = self._large[column][number : number + 1][0]
+        if _entry_checksum(entry) != int(self.small[column + _CHECKSUMS][number]):
+            raise UnreadableImage(f"{self.file} is damaged in entry {number} of {column}: {RERUN}")
+        return entry.float()
 
     def check(self):
-        """Read all of it."""
-        for column, stored in self._columns.items():
+        """Read all entries to verify their checksums."""
+        for column, stored in self._large.items():
             for number in range(stored.get_shape()[0]):
                 self.entry(column, number)
 
 
 @lru_cache(maxsize=256)
 def open_shard(file: Path) -> Shard:
+    """Open a shard, or return the one that is open."""
     try:
         return Shard(file)
-    except _UNREADABLE as error:
-        raise UnreadableImage(f"{file} can not be read ({' '.join(str(error).split())}): {AGAIN}") from error
+    except _FILE_ERRORS as error:
+        raise UnreadableImage(f"{file} is damaged ({' '.join(str(error).split())}): {RERUN}") from error
 
 
-def _read_empty_caption(folder: Path) -> torch.Tensor:
-    file = folder / EMPTY_CAPTION_FILE
-    try:
-        columns = load_file(file)
-        states, checksum = columns["text_features"], columns["text_features" + _CHECKSUMS]
-    except _UNREADABLE as error:
-        raise ValueError(f"{file} can not be read ({' '.join(str(error).split())}): {AGAIN}") from error
-    if checksum.tolist() != [_checksum_of(states)]:
-        raise ValueError(f"{file} is not what was written: {AGAIN}")
-    return states.float()
-
-
-def save_empty_caption(file: Path, states: torch.Tensor):
-    checksum = torch.tensor([_checksum_of(states)])
-    save_file({"text_features": states, "text_features" + _CHECKSUMS: checksum}, file)
-
-
-def shard_is_complete(file: Path) -> bool:
-    if not file.exists():
-        return False
+def is_complete_shard(file: Path) -> bool:
+    """Return whether a shard exists and all of its checksums are right."""
     try:
         Shard(file).check()
-    except (SafetensorError, UnreadableImage, KeyError):
+    except (*_FILE_ERRORS, UnreadableImage):
         return False
     return True
 
 
 def save_shard(file: Path, columns: dict[str, torch.Tensor], captions: list[list[str]], unreadable: dict[int, str]):
-    large = {name: column for name, column in columns.items() if name in _OF_IMAGES + _OF_CAPTIONS}
-    whole = {name: column for name, column in columns.items() if name not in large}
+    """Write a shard atomically, with the captions of each row, and the reasons why rows are unreadable."""
+    large = {name: column for name, column in columns.items() if name in _LARGE}
+    small = {name: column for name, column in columns.items() if name not in _LARGE}
     for name, column in large.items():
-        whole[name + _CHECKSUMS] = torch.tensor([_checksum_of(entry) for entry in column])
-    about = {"captions": json.dumps(captions), "unreadable": json.dumps(unreadable)}
-    about[_CHECKSUM_OF_REST] = _checksum_of_rest(whole, about)
+        small[name + _CHECKSUMS] = torch.tensor([_entry_checksum(entry) for entry in column])
+    metadata = {"captions": json.dumps(captions), "unreadable": json.dumps(unreadable)}
+    metadata["checksum"] = _checksum_of_rest(small, metadata)
+    _save(file, {**large, **small}, metadata)
+
+
+def save_empty_caption(folder: Path, states: torch.Tensor):
+    """Write the text states of the empty caption atomically."""
+    _save(folder / EMPTY_CAPTION_FILE, {"text_states": states}, {"checksum": checksum(states)})
+
+
+def _load_empty_caption(folder: Path) -> torch.Tensor:
+    file = folder / EMPTY_CAPTION_FILE
     try:
-        save_file({**large, **whole}, file, about)
-    except SafetensorError as error:  # a disk that is full, among others
-        raise OSError(f"{file} can not be written: {error}") from error
+        states = load_file(file)["text_states"]
+        with safe_open(file, "pt") as handle:
+            expected = handle.metadata()["checksum"]
+    except (*_FILE_ERRORS, TypeError) as error:
+        raise UserError(f"{file} is damaged ({' '.join(str(error).split())}): {RERUN}") from error
+    if checksum(states) != expected:
+        raise UserError(f"{file} is damaged: {RERUN}")
+    return states.float()
 
 
-def _checksum_of(tensor: torch.Tensor) -> int:
-    """Of its type and shape, too: the same bytes may be other numbers."""
-    kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), zlib.crc32(kind))
+def _save(file: Path, columns: dict[str, torch.Tensor], metadata: dict[str, str]):
+    try:
+        atomic_write(file, lambda partial: save_file(columns, partial, metadata))
+    except (SafetensorError, OSError) as error:  # such as a full disk
+        raise UserError(f"cannot write {file}: {error}") from error
 
 
-def _checksum_of_rest(whole: dict[str, torch.Tensor], about: dict[str, str]) -> str:
-    columns = sorted((name, _checksum_of(column)) for name, column in whole.items())
-    return str(zlib.crc32(repr((columns, about["captions"], about["unreadable"])).encode()))
+def _entry_checksum(entry: torch.Tensor) -> int:
+    return int(checksum(entry)[:15], 16)
+
+
+def _checksum_of_rest(small: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    """Return the checksum of all that is not in large columns."""
+    columns = [part for name in sorted(small) for part in (name, small[name])]
+    return checksum(*columns, metadata["captions"], metadata["unreadable"])
 
 
 def shard_path(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}-{number:05}.safetensors"
 
 
-def transform_of(settings: DataConfig, channels: int) -> dict[str, Any]:
-    """What is done to every image; mirroring is not, which features may have or not."""
-    transform = Transform(
-        resolution=settings.resolution,
-        channels=channels,
-        crop_size=settings.crop_size,
-        center_crop=settings.center_crop,
-        interpolation=settings.image_interpolation_mode,
-    )
-    return {name: value for name, value in dataclasses.asdict(transform).items() if name != "random_flip"}
+def transform_settings(config: DataConfig, channels: int) -> dict[str, Any]:
+    """Return the settings of the transform, except for mirroring, since both versions of an image are stored."""
+    settings = dataclasses.asdict(Transform.from_config(config, channels))
+    return {name: value for name, value in settings.items() if name != "random_flip"}
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
+    """Return the index of a folder of precomputed latents, or None if it has none."""
     file = folder / INDEX_FILE
     if not file.is_file():
         return None
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+        raise UserError(f"{file} is not valid JSON: {error}") from error
     version = index.get("format_version") if isinstance(index, dict) else None
     if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{file} has format_version {version!r}, and {FORMAT_VERSION} can be read: precompute into another folder"
+        raise UserError(
+            f"{file} must have format_version {FORMAT_VERSION}, got {version}: precompute into a new folder"
         )
     return index

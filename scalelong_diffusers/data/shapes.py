@@ -1,4 +1,4 @@
-"""The built-in data set: coloured shapes with classes and captions; and a reader that tells what an image shows."""
+"""The built-in dataset of colored shapes with classes and captions, and a function that recognizes them."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from PIL import Image, ImageFilter
 from scalelong_diffusers.randomness import generator_for
 
 
-# A sixth of the colour circle apart.
+# A sixth of the color wheel apart.
 COLORS = {
     "red": (225, 35, 35),
     "yellow": (230, 220, 30),
@@ -21,18 +21,18 @@ COLORS = {
     "blue": (40, 60, 225),
     "magenta": (220, 40, 215),
 }
-# The darkest and the lightest grey of each.
-BACKGROUNDS = {"white": (240, 255), "light grey": (180, 205), "dark grey": (50, 75), "black": (0, 15)}
+# The darkest and the lightest tone of each.
+BACKGROUNDS = {"white": (240, 255), "light gray": (180, 205), "dark gray": (50, 75), "black": (0, 15)}
 WORDINGS = (
-    "a {colour} {shape} on a {background} background",
-    "a {colour} {shape}",
-    "a picture of a {colour} {shape}",
-    "a {shape} that is {colour}, in front of {background}",
-    "a {background} picture with one {colour} {shape}",
+    "a {color} {shape} on a {background} background",
+    "a {color} {shape}",
+    "a picture of a {color} {shape}",
+    "a {shape} that is {color}, in front of {background}",
+    "a {background} picture with one {color} {shape}",
 )
 
 
-# How far a point is outside of a shape that fills the circle of radius 1; negative inside.
+# Signed distance of a point to the outline of a shape of radius 1, negative inside.
 def _circle(x, y):
     return np.hypot(x, y) - 0.9
 
@@ -54,7 +54,7 @@ def _cross(x, y):
 def _star(x, y):
     sector = 2 * math.pi / 5
     angle = np.arctan2(x, -y)  # from the upper tip
-    angle = abs(angle - sector * np.round(angle / sector))  # of all tips, the halves fall onto one another
+    angle = abs(angle - sector * np.round(angle / sector))  # fold all tips onto one half
     radius = np.hypot(x, y)
     inner = (0.42 * math.cos(sector / 2), 0.42 * math.sin(sector / 2))
     edge = np.array((inner[1], 1 - inner[0])) / math.hypot(inner[1], 1 - inner[0])
@@ -62,13 +62,13 @@ def _star(x, y):
 
 
 SHAPES = {"circle": _circle, "square": _square, "triangle": _triangle, "cross": _cross, "star": _star}
-SHAPE_CLASSES = [f"{colour} {shape}" for colour in COLORS for shape in SHAPES]
+SHAPE_CLASSES = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
 
 
-def _coverage(shape: str, size: int, centre: tuple[float, float], radius: float, angle: float) -> np.ndarray:
-    """How much of each pixel a shape covers; `centre` and `radius` are in sides of the image."""
+def _coverage(shape: str, size: int, center: tuple[float, float], radius: float, angle: float) -> np.ndarray:
+    """Return the covered part of each pixel. `center` and `radius` are fractions of the image's side."""
     x, y = _grid(size)
-    x, y = (x - centre[0]) / radius, (y - centre[1]) / radius
+    x, y = (x - center[0]) / radius, (y - center[1]) / radius
     cos, sin = math.cos(angle), math.sin(angle)
     outside = SHAPES[shape](cos * x + sin * y, cos * y - sin * x)
     return np.clip(0.5 - outside * radius * size, 0, 1)
@@ -76,56 +76,56 @@ def _coverage(shape: str, size: int, centre: tuple[float, float], radius: float,
 
 @lru_cache
 def _grid(size: int) -> tuple[np.ndarray, np.ndarray]:
-    centres = (np.arange(size, dtype=np.float32) + 0.5) / size
-    return centres[None, :], centres[:, None]
+    centers = (np.arange(size, dtype=np.float32) + 0.5) / size
+    return centers[None, :], centers[:, None]
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is to be seen in one image."""
+    """The content of one image."""
 
-    colour: str
+    color: str
     shape: str
     background: str
     tone: float
     brightness: float
-    centre: tuple[float, float]
+    center: tuple[float, float]
     radius: float
     angle: float
 
     @classmethod
-    def number(cls, index: int) -> "Drawing":
-        """One of endlessly many; the classes take turns."""
-        colour, shape = SHAPE_CLASSES[index % len(SHAPE_CLASSES)].split()
+    def from_number(cls, index: int) -> "Drawing":
+        """Return a drawing by its number. Classes alternate; there are infinitely many drawings."""
+        color, shape = SHAPE_CLASSES[index % len(SHAPE_CLASSES)].split()
         draws = torch.rand(7, generator=generator_for(0, "shapes", index), dtype=torch.float64).tolist()
         background = list(BACKGROUNDS)[int(draws[0] * len(BACKGROUNDS))]
         darkest, lightest = BACKGROUNDS[background]
         radius = 0.24 + 0.16 * draws[3]
-        nearest = radius + 0.03  # to the border: a pixel of 32
+        nearest = radius + 0.03  # distance to the border, a pixel of 32
         return cls(
-            colour=colour,
+            color=color,
             shape=shape,
             background=background,
             tone=darkest + (lightest - darkest) * draws[1],
             brightness=0.85 + 0.15 * draws[2],
-            centre=(nearest + (1 - 2 * nearest) * draws[4], nearest + (1 - 2 * nearest) * draws[5]),
+            center=(nearest + (1 - 2 * nearest) * draws[4], nearest + (1 - 2 * nearest) * draws[5]),
             radius=radius,
-            angle=math.radians(40 * draws[6] - 20),  # at 45 degrees a square would be a diamond
+            angle=math.radians(40 * draws[6] - 20),  # at 45 degrees, a square would look like a diamond
         )
 
     def paint(self, size: int) -> np.ndarray:
-        """(size, size, 3), uint8."""
-        coverage = _coverage(self.shape, size, self.centre, self.radius, self.angle)[..., None]
-        colour = np.array(COLORS[self.colour], np.float32) * self.brightness
-        return (self.tone + 0.5 + coverage * (colour - self.tone)).astype(np.uint8)
+        """Return uint8 pixels of shape (size, size, 3)."""
+        coverage = _coverage(self.shape, size, self.center, self.radius, self.angle)[..., None]
+        color = np.array(COLORS[self.color], np.float32) * self.brightness
+        return (self.tone + 0.5 + coverage * (color - self.tone)).astype(np.uint8)
 
     def captions(self) -> list[str]:
-        words = {"colour": self.colour, "shape": self.shape, "background": self.background}
+        words = {"color": self.color, "shape": self.shape, "background": self.background}
         return [wording.format(**words) for wording in WORDINGS]
 
 
 class Shapes:
-    """The built-in set, of any count and size; an image is drawn when it is asked for."""
+    """The built-in dataset as a `Source`, with any number of images of any size. Images are drawn on access."""
 
     class_names: ClassVar = SHAPE_CLASSES
     num_classes = len(SHAPE_CLASSES)
@@ -140,39 +140,39 @@ class Shapes:
         return self.count
 
     def image(self, index: int) -> Image.Image:
-        return Image.fromarray(Drawing.number(index).paint(self.size))
+        return Image.fromarray(Drawing.from_number(index).paint(self.size))
 
     def label(self, index: int) -> int:
         return int(self.labels[index])
 
     def captions(self, index: int) -> list[str]:
-        return Drawing.number(index).captions()
+        return Drawing.from_number(index).captions()
 
     def name(self, index: int) -> str:
         return f"shape {index}"
 
     def identity(self) -> str:
-        return f"shapes {self.count} 1"  # the last number is raised when other images are drawn
+        return f"shapes {self.count} 2"  # raise the last number when images or captions change
 
 
 def recognize(image: Image.Image) -> tuple[str, str | None] | None:
     """
-    The colour and the shape that an image shows, read from its pixels alone; None where nothing coloured stands out,
-    and None for the shape where what does is none of them.
+    Return the color and the shape in an image, using its pixels only.
 
-    The background is what its border shows, the shape what differs from it most, and its form that of the drawn shape
-    which covers it best when both are brought to the same place and area.
+    The result is None if nothing colored stands out from the background, and the shape is None if it is not one of
+    `SHAPES`. The background is the median color of the border. The shape is the region that differs most from the
+    background; it is compared with the drawn shapes after moving and scaling it to a standard position.
     """
     pixels = _smooth_pixels(image)
     background = np.median(_border(pixels), axis=0)
     difference = pixels - background
     distance = np.linalg.norm(difference, axis=-1)
-    colour = np.median(pixels[distance >= 0.6 * np.quantile(distance, 0.99)], axis=0)
-    contrast = colour - background
-    if np.ptp(colour) < 0.25 or np.linalg.norm(contrast) < 0.25:
+    color = np.median(pixels[distance >= 0.6 * np.quantile(distance, 0.99)], axis=0)
+    contrast = color - background
+    if np.ptp(color) < 0.25 or np.linalg.norm(contrast) < 0.25:
         return None
     mask = difference @ contrast > 0.5 * contrast @ contrast
-    return _nearest_hue(colour), _nearest_shape(mask)
+    return _nearest_hue(color), _nearest_shape(mask)
 
 
 def _smooth_pixels(image: Image.Image) -> np.ndarray:
@@ -185,31 +185,31 @@ def _border(pixels: np.ndarray) -> np.ndarray:
                            pixels[:, -2:].reshape(-1, 3)])  # fmt: skip
 
 
-def _nearest_hue(colour: np.ndarray) -> str:
-    return min(COLORS, key=lambda name: abs((_hue(colour) - _hue(np.array(COLORS[name])) + 0.5) % 1 - 0.5))
+def _nearest_hue(color: np.ndarray) -> str:
+    return min(COLORS, key=lambda name: abs((_hue(color) - _hue(np.array(COLORS[name])) + 0.5) % 1 - 0.5))
 
 
-def _hue(colour: np.ndarray) -> float:
-    red, green, blue = colour - colour.mean()
+def _hue(color: np.ndarray) -> float:
+    red, green, blue = color - color.mean()
     return math.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi)
 
 
 _TEMPLATE_SIZE = 32
-_TEMPLATE_AREA = 0.2  # of the template's square
+_TEMPLATE_AREA = 0.2  # fraction of the template
 
 
 def _nearest_shape(mask: np.ndarray) -> str | None:
-    """The shape whose overlap with the mask (intersection over union) is largest, and at least 0.75."""
+    """Return the shape with the largest intersection over union with the mask, if that is above 0.75."""
     if not 0.02 < mask.mean() < 0.7:
         return None
     names, templates = _templates()
-    mask = _normalised(mask).reshape(-1)
+    mask = _normalized(mask).reshape(-1)
     overlap = np.minimum(templates, mask).sum(-1) / np.maximum(templates, mask).sum(-1)
     return names[overlap.argmax()] if overlap.max() > 0.75 else None
 
 
-def _normalised(mask: np.ndarray) -> np.ndarray:
-    """A mask of 64 x 64, brought to the centre and to an area of 0.2."""
+def _normalized(mask: np.ndarray) -> np.ndarray:
+    """Center a mask of 64 x 64 and scale it to an area of 0.2."""
     y, x = np.nonzero(mask)
     side = math.sqrt(mask.sum() / _TEMPLATE_AREA)
     left, top = x.mean() + 0.5 - side / 2, y.mean() + 0.5 - side / 2
@@ -226,7 +226,7 @@ def _normalised(mask: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def _templates() -> tuple[list[str], np.ndarray]:
-    """Every shape in twelve positions of its turn onto itself, as an image that shows it would be read."""
+    """Return each shape in twelve rotations, processed like an image."""
     turns = {"circle": 360, "square": 90, "triangle": 120, "cross": 90, "star": 72}
     names, masks = [], []
     for shape, turn in turns.items():
@@ -234,5 +234,5 @@ def _templates() -> tuple[list[str], np.ndarray]:
             drawn = _coverage(shape, 64, (0.5, 0.5), 0.32, math.radians(turn * step / 12))
             blurred = Image.fromarray((drawn * 255).astype(np.uint8)).filter(ImageFilter.GaussianBlur(1.8))
             names.append(shape)
-            masks.append(_normalised(np.asarray(blurred) > 127).reshape(-1))
+            masks.append(_normalized(np.asarray(blurred) > 127).reshape(-1))
     return names, np.stack(masks)

@@ -1,30 +1,29 @@
 """
-Data sets that are larger than the disk, of whose files one row group is read at a time.
+Streaming: datasets that are read one row group at a time, from parquet files (also on the Hub) or WebDataset tars.
 
-It is known how many rows each group has. So the order of an epoch is known before anything is read, and any sample can
-be read by its position, whoever reads it and wherever a run was resumed.
+Opening a dataset reads only the footers of its parquet files or the headers of its tar files.
 """
 
-import hashlib
 import os
 import tarfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pyarrow.types as pat
 from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.orders import MOST_LANES, Groups
-from scalelong_diffusers.data.shard_files import ShardFile, open_shard_file
+from scalelong_diffusers.data.sources import RowGroups
 from scalelong_diffusers.data.tables import (
     VALIDATION_SPLITS,
     ImageTable,
@@ -34,52 +33,186 @@ from scalelong_diffusers.data.tables import (
     find_column,
     one_line,
 )
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import checksum
 
 
-# Of row groups, which each lane has one of in memory: where they are large there are fewer lanes.
-_MEMORY = 2**30
-_ENDS_OF_LANES = 2  # row groups in memory beside those of the lanes, where a batch goes from one to the next
-_OPENED_AT_A_TIME = 16
-_UNREADABLE = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
+_TAR_GROUP_SIZE = 64  # samples that are read together from a tar file, which has no row groups
+_MAX_GROUPS_IN_MEMORY = 8
+_MEMORY = 2**30  # bytes of row groups in the memory of each reader
+_OPENING_THREADS = 16
+_FILE_ERRORS = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
 
 
-class BadShard(OSError):
-    """A file that can not be read, in a sentence that names it."""
+class UnreadableShard(UserError):
+    """A file of a streamed dataset cannot be used. The message names it."""
+
+
+class ShardFile(Protocol):
+    """A file in row groups. `groups` are their numbers of rows and of bytes."""
+
+    path: str
+    schema: pa.Schema
+    groups: list[tuple[int, int]]
+
+    def read(self, group: int, columns: list[str]) -> pa.Table: ...
+
+    def largest(self, column: str) -> int | None:
+        """Return the largest number in a column (-1 if it is empty), or None if the file does not record it."""
+
+    def identity(self) -> str: ...
+
+
+class ParquetFile:
+    """A local or remote parquet file. Only the requested row groups and columns are fetched."""
+
+    def __init__(self, path: str):
+        self.path = path
+        with self._open() as file:
+            self._footer = pq.ParquetFile(file).metadata
+        self.schema = self._footer.schema.to_arrow_schema()
+        self.groups = [(group.num_rows, group.total_byte_size) for group in self._group_footers()]
+
+    def _group_footers(self) -> list[pq.RowGroupMetaData]:
+        return [self._footer.row_group(i) for i in range(self._footer.num_row_groups)]
+
+    def _open(self) -> BinaryIO:
+        options = {"cache_type": "none"} if "://" in self.path else {}
+        return fsspec.open(self.path, "rb", **options).open()
+
+    def read(self, group: int, columns: list[str]) -> pa.Table:
+        with self._open() as file:
+            return pq.ParquetFile(file, metadata=self._footer, pre_buffer=True).read_row_group(group, columns=columns)
+
+    def largest(self, column: str) -> int | None:
+        found = []
+        for group in self._group_footers():
+            chunks = map(group.column, range(group.num_columns))
+            statistics = next(chunk.statistics for chunk in chunks if chunk.path_in_schema == column)
+            if statistics is not None and statistics.has_min_max:
+                found.append(statistics.max)
+            elif group.num_rows and (statistics is None or statistics.null_count != group.num_rows):
+                return None
+        return max(found, default=-1)
+
+    def identity(self) -> str:
+        return f"{os.path.basename(self.path)} {self._footer.serialized_size} {self.groups}"
+
+
+class TarFile:
+    """
+    A WebDataset tar. Consecutive members with the same name are one sample; what follows the first dot of the name is
+    the column: `0001.jpg`, `0001.cls`, `0001.txt`.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self._samples: list[dict[str, tuple[int, int]]] = []
+        self._names: list[str] = []
+        name = None
+        with tarfile.open(path, "r:") as tar:
+            for member in filter(tarfile.TarInfo.isfile, tar):
+                stem, _, column = PurePosixPath(member.name).name.partition(".")
+                sample = (PurePosixPath(member.name).parent, stem)
+                if sample != name:
+                    self._samples.append({})
+                    self._names.append(stem)
+                    name = sample
+                self._samples[-1][column.lower()] = (member.offset_data, member.size)
+            _check_tar_end(tar)
+        if not self._samples:
+            raise UserError("the archive is empty")
+        self.schema = pa.schema([(column, _tar_column_type(column)) for column in sorted(self._samples[0])])
+        self.groups = []
+        for start in range(0, len(self._samples), _TAR_GROUP_SIZE):
+            samples = self._samples[start : start + _TAR_GROUP_SIZE]
+            self.groups.append((len(samples), sum(size for sample in samples for _, size in sample.values())))
+
+    def read(self, group: int, columns: list[str]) -> pa.Table:
+        start = group * _TAR_GROUP_SIZE
+        return self._table(range(start, start + self.groups[group][0]), columns)
+
+    def largest(self, column: str) -> int:
+        labels = self._table(range(len(self._samples)), [column])[column].to_pylist()
+        return max((label for label in labels if label is not None), default=-1)
+
+    def identity(self) -> str:
+        return f"{os.path.basename(self.path)} {self._samples}"
+
+    def _table(self, samples: range, columns: list[str]) -> pa.Table:
+        with open(self.path, "rb") as file:
+            values = {column: [self._read(file, sample, column) for sample in samples] for column in columns}
+        return pa.table(values, schema=pa.schema([self.schema.field(column) for column in columns]))
+
+    def _read(self, file: BinaryIO, sample: int, column: str) -> bytes | int | str | None:
+        if column not in self._samples[sample]:
+            return None
+        offset, size = self._samples[sample][column]
+        file.seek(offset)
+        content = file.read(size)
+        if len(content) != size:
+            raise UserError(f"the file is truncated at {file.tell():,} bytes")
+        kind = _tar_column_type(column)
+        if kind == pa.binary():
+            return content
+        try:
+            return int(content) if kind == pa.int64() else content.decode()
+        except ValueError as error:
+            accepted = "an integer" if kind == pa.int64() else "text in UTF-8"
+            name = f"{self._names[sample]}.{column}"
+            raise UserError(f"its member {name} must be {accepted}, but starts with {content[:20]!r}") from error
+
+
+def _check_tar_end(tar: tarfile.TarFile):
+    # Python takes a truncated or invalid header for the end of the archive, which is a block of zeros.
+    with open(tar.name, "rb") as file:
+        file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise UserError(f"the file is truncated at {tar.offset:,} bytes")
+
+
+def _tar_column_type(column: str) -> pa.DataType:
+    if f".{column}" in Image.registered_extensions():
+        return pa.binary()
+    return pa.int64() if column == "cls" else pa.string()
 
 
 class ShardTable:
-    """One split of a data set, as a `Source` whose rows are best asked for group by group."""
+    """One split of a streamed dataset as a `Source`. It keeps the row groups that were used last in memory."""
 
     def __init__(
         self,
         files: Sequence[str],
         where: str,
-        settings: DataConfig,
+        config: DataConfig,
         needs_labels: bool,
         needs_captions: bool,
         features: datasets.Features | None = None,
         classes_of: "ShardTable | None" = None,
     ):
-        self._settings = settings
-        with ThreadPoolExecutor(_OPENED_AT_A_TIME) as threads:
+        self._config = config
+        with ThreadPoolExecutor(_OPENING_THREADS) as threads:
             self._files = list(threads.map(_open, files))
-        # The file and the number in it of each row group that has rows.
+        # File, and number within the file, of each row group that has rows.
         self._groups = [(file, number) for file in self._files for number, (rows, _) in enumerate(file.groups) if rows]
         if not self._groups:
-            raise ValueError(f"{where} has no images")
+            raise UserError(f"{where} has no images")
         self.group_starts = np.concatenate([[0], np.cumsum([file.groups[number][0] for file, number in self._groups])])
-        self._in_memory: OrderedDict[int, ImageTable] = OrderedDict()  # the one used last at the end
-        self._schema = self._one_schema(where)
+        largest = max(file.groups[number][1] for file, number in self._groups)
+        self.groups_in_memory = min(_MAX_GROUPS_IN_MEMORY, max(1, _MEMORY // max(1, largest)))
+        self._in_memory: OrderedDict[int, ImageTable] = OrderedDict()  # most recently used last
+        self._schema = self._common_schema(where)
         kinds = ["image"] + ["label"] * needs_labels + ["caption"] * needs_captions
-        given = {kind: getattr(settings, f"{kind}_column") for kind in kinds}
-        self._columns = {kind: find_column(self._schema.names, kind, given[kind], where) for kind in kinds}
+        self._columns = {
+            kind: find_column(self._schema.names, kind, getattr(config, f"{kind}_column"), where) for kind in kinds
+        }
         self.class_names = self.num_classes = None
         if needs_labels:
-            self._count_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
+            self._find_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
         self.description = f"{where}, {len(self):,} images in {len(self._files):,} files"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_in_memory": OrderedDict()}  # a worker process reads what it needs
+        return {**self.__dict__, "_in_memory": OrderedDict()}  # workers read row groups themselves
 
     def __len__(self) -> int:
         return int(self.group_starts[-1])
@@ -96,11 +229,11 @@ class ShardTable:
         table, row = self._locate(index)
         return table.captions(row)
 
-    def captions_alone(self, groups: Groups) -> Iterator[str]:
-        """All captions of all rows, without their images, which are most of what there is to read."""
+    def all_captions(self, groups: RowGroups) -> Iterator[str]:
+        """Yield all captions of all rows, without reading the images."""
         for start, count in zip(groups.starts, groups.counts):
             group = self._group_of(start)
-            table = self._table_of(group, ["caption"])
+            table = self._read_columns(group, ["caption"])
             first = start - self.group_starts[group]
             for row in range(first, first + count):
                 yield from table.captions(row)
@@ -110,36 +243,26 @@ class ShardTable:
         return table.name(row)
 
     def identity(self) -> str:
-        """By the names of all files and what they say of their row groups; not by what is in these."""
-        digest = hashlib.sha256(repr((self._columns, self.class_names)).encode())
-        for file in self._files:
-            digest.update(file.identity().encode())
-        return digest.hexdigest()
+        """Identify the dataset by the names and footers of its files, without reading its rows."""
+        return checksum(repr((self._columns, self.class_names)), *(file.identity() for file in self._files))
 
     def first_row_of_last_file(self) -> int:
         last = self._groups[-1][0]
         return int(self.group_starts[next(i for i, (file, _) in enumerate(self._groups) if file is last)])
 
-    def lanes(self) -> int:
-        """From how many places at once it is read."""
-        largest = max(file.groups[number][1] for file, number in self._groups)
-        return min(MOST_LANES, max(1, _MEMORY // max(1, largest)))
-
     def read_group(self, group: int) -> ImageTable:
-        return self._table_of(group, list(self._columns))
+        return self._read_columns(group, list(self._columns))
 
-    def _table_of(self, group: int, kinds: list[str]) -> ImageTable:
-        """The row group with some of the columns of `self._columns`; without that of images it has empty ones."""
+    def _read_columns(self, group: int, kinds: list[str]) -> ImageTable:
         file, number = self._groups[group]
         where = f"row group {number} of {os.path.basename(file.path)}"
-        with _errors_of(where, "used"):
+        with _shard_errors(where):
             table = file.read(number, [self._columns[kind] for kind in kinds])
             if "image" not in kinds:
                 image = self._schema.field(self._columns["image"])
                 table = table.append_column(image, pa.nulls(len(table), image.type))
             rows = datasets.Dataset(datasets.table.InMemoryTable(table))
-            needs = ("label" in kinds, "caption" in kinds)
-            return ImageTable(rows, where, self._settings, *needs, classes_of=self)
+            return ImageTable(rows, where, self._config, "label" in kinds, "caption" in kinds, classes_of=self)
 
     def _group_of(self, index: int) -> int:
         return int(np.searchsorted(self.group_starts, index, side="right")) - 1
@@ -147,112 +270,106 @@ class ShardTable:
     def _locate(self, index: int) -> tuple[ImageTable, int]:
         group = self._group_of(index)
         if group not in self._in_memory:
-            if len(self._in_memory) == self.lanes() + _ENDS_OF_LANES:
-                self._in_memory.popitem(last=False)  # before the next is read, which takes as much
+            if len(self._in_memory) == self.groups_in_memory:
+                self._in_memory.popitem(last=False)  # before reading, so that the memory is free
             self._in_memory[group] = self.read_group(group)
         self._in_memory.move_to_end(group)
         return self._in_memory[group], index - int(self.group_starts[group])
 
-    def _one_schema(self, where: str) -> pa.Schema:
+    def _common_schema(self, where: str) -> pa.Schema:
         first = self._files[0]
         for file in self._files:
             if not file.schema.equals(first.schema):
-                raise ValueError(
-                    f"{where}: {os.path.basename(file.path)} has the columns {_described(file.schema)}, and "
-                    f"{os.path.basename(first.path)} has {_described(first.schema)}"
+                raise UserError(
+                    f"all files of {where} must have the same columns: {os.path.basename(file.path)} has "
+                    f"{_describe(file.schema)}, {os.path.basename(first.path)} has {_describe(first.schema)}"
                 )
         return first.schema
 
-    def _count_classes(self, where: str, features: datasets.Features, classes_of: "ShardTable | None"):
+    def _find_classes(self, where: str, features: datasets.Features, classes_of: "ShardTable | None"):
         column = self._columns["label"]
+        kind = self._schema.field(column).type
         self.class_names = getattr(features[column], "names", None)
         if classes_of is not None:
             self.class_names, self.num_classes = classes_of.class_names, classes_of.num_classes
         elif self.class_names is not None:
             self.num_classes = len(self.class_names)
-        elif pat.is_integer(self._schema.field(column).type):
-            self.num_classes = self._largest_label(where, column) + 1
+        elif pat.is_integer(kind) and (largest := self._largest_label(column)) is not None:
+            self.num_classes = largest + 1
         else:
-            raise ValueError(
-                f"column {column!r} of {where} is of type {self._schema.field(column).type}: to stream it, which "
-                "classes there are has to be known before all is read; store it as datasets' ClassLabel"
+            raise UserError(
+                f"streaming must know all classes in advance, and column {column!r} of {where} ({kind}) does not list "
+                "them; store it as datasets.ClassLabel"
             )
 
-    def _largest_label(self, where: str, column: str) -> int:
+    def _largest_label(self, column: str) -> int | None:
         largest = []
         for file in self._files:
-            with _errors_of(os.path.basename(file.path), "read"):
+            with _shard_errors(os.path.basename(file.path)):
                 largest.append(file.largest(column))
-        if None in largest:
-            raise ValueError(
-                f"the files of {where} do not say how many classes column {column!r} has, which streaming has to know "
-                "before all is read; store it as datasets' ClassLabel"
-            )
-        return max(largest)
+        return None if None in largest else max(largest)
 
 
 def _open(path: str) -> ShardFile:
-    with _errors_of(os.path.basename(path), "read"):
-        return open_shard_file(path)
+    with _shard_errors(os.path.basename(path)):
+        return TarFile(path) if path.endswith(".tar") else ParquetFile(path)
 
 
 @contextmanager
-def _errors_of(where: str, done: str):
-    """What can be wrong with a file, in a sentence that names it."""
+def _shard_errors(where: str):
+    """Turn errors of a damaged or missing file into an `UnreadableShard` that names it."""
     try:
         yield
-    except _UNREADABLE as error:
-        raise BadShard(f"{where} can not be {done}: {one_line(error)}") from error
+    except _FILE_ERRORS as error:
+        raise UnreadableShard(f"{where} cannot be read: {one_line(error)}") from error
 
 
-def _described(schema: pa.Schema) -> str:
+def _describe(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} ({field.type})" for field in schema)
 
 
-def open_shards(
-    settings: DataConfig, needs_labels: bool, needs_captions: bool
-) -> tuple[ShardTable, ShardTable | None]:
-    files, where, features = _hub_files(settings) if settings.train_data_dir is None else _folder_files(settings)
+def open_shards(config: DataConfig, needs_labels: bool, needs_captions: bool) -> tuple[ShardTable, ShardTable | None]:
+    """Open the training split, and the validation split if there is one with labels."""
+    files, where, features = _hub_files(config) if config.train_data_dir is None else _folder_files(config)
     if "train" not in files:
-        raise ValueError(f"{where} has no split 'train'; its splits: {', '.join(files)}")
+        raise UserError(f"{where} has no train split; it has {', '.join(files)}")
     needs = (needs_labels, needs_captions)
-    train = ShardTable(files["train"], where, settings, *needs, features)
+    train = ShardTable(files["train"], where, config, *needs, features)
     for name in (name for name in VALIDATION_SPLITS if files.get(name)):
         try:
-            split = ShardTable(files[name], f"{where}, split {name}", settings, *needs, features, classes_of=train)
+            split = ShardTable(files[name], f"{where}, split {name}", config, *needs, features, classes_of=train)
             split.read_group(0)
             return train, split
-        except (BadShard, ValueError) as error:
-            if isinstance(error.__cause__, MissingLabel):
-                continue
-            raise
+        except UserError as error:
+            if not isinstance(error.__cause__, MissingLabel):
+                raise
     return train, None
 
 
-def _folder_files(settings: DataConfig) -> tuple[dict[str, list[str]], str, None]:
-    folder = Path(settings.train_data_dir)
+def _folder_files(config: DataConfig) -> tuple[dict[str, list[str]], str, None]:
+    folder = Path(config.train_data_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"train_data_dir: there is no folder {str(folder)!r}")
+        raise UserError(f"train_data_dir: {folder} is not a folder")
     files = files_by_split(folder.resolve(), ".parquet") or files_by_split(folder.resolve(), ".tar")
     if not files:
-        raise ValueError(
-            f"streaming reads parquet and tar files, and the folder {folder.resolve().name} holds none; without it a "
-            "folder of images and one that datasets saved are read from the disk as they are needed, too"
+        raise UserError(
+            f"the folder {folder.resolve().name} has no parquet or tar files to stream; without streaming, folders of "
+            "images are also read during training"
         )
     return files, f"the folder {folder.resolve().name}", None
 
 
-def _hub_files(settings: DataConfig) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
-    name = settings.dataset_name
-    with dataset_errors(settings):
+def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
+    name = config.dataset_name
+    with dataset_errors(config):
         builder = datasets.load_dataset_builder(
-            name, settings.dataset_config_name, revision=settings.dataset_revision, cache_dir=settings.cache_dir
+            name, config.dataset_config_name, revision=config.dataset_revision, cache_dir=config.cache_dir
         )
     files = {str(split): list(urls) for split, urls in builder.config.data_files.items()}
     others = [url for urls in files.values() for url in urls if not url.endswith(".parquet")]
     if others:
-        raise ValueError(
-            f"from the Hub streaming reads parquet files, and the data set {name} has {os.path.basename(others[0])}; "
-            "of many data sets the Hub keeps a copy that is: dataset_revision='refs/convert/parquet'"
+        raise UserError(
+            f"only parquet files can be streamed from the Hub, and the dataset {name} has "
+            f"{os.path.basename(others[0])}; try dataset_revision='refs/convert/parquet'"
         )
     return files, name, builder.info.features

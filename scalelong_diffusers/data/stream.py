@@ -1,11 +1,11 @@
-"""Streams of samples, each known by its position alone, and the batches that they are cut into."""
+"""Streams of samples by position, and the data loaders that cut them into batches."""
 
 import copy
 import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,29 +15,30 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from scalelong_diffusers.data.batch import Batch
-from scalelong_diffusers.data.draws import Draws
+from scalelong_diffusers.data.batch import Batch, Draws
 from scalelong_diffusers.data.images import Transform, UnreadableImage, to_pixel_values
-from scalelong_diffusers.data.orders import GroupOrder, Groups
-from scalelong_diffusers.data.sources import Source
+from scalelong_diffusers.data.sources import RowGroups, Source
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.randomness import generator_for
 
 
 logger = logging.getLogger(__name__)
 
+Tokenizer = Callable[[list[str]], torch.Tensor]
+
 
 class Rows(Protocol):
-    """What the samples of a stream are made from: the columns of a row, by its number."""
+    """Reads the columns of a row, given its number."""
 
     def read(self, index: int, draws: Draws) -> dict[str, Any]:
-        """Raises `UnreadableImage` for a row that can not be used."""
+        """Return the columns. Raises `UnreadableImage` if the row cannot be used."""
 
     def name(self, index: int) -> str: ...
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Images with labels, captions, both or neither."""
+    """Reads transformed images, with their labels and captions if needed."""
 
     source: Source
     transform: Transform
@@ -58,7 +59,7 @@ class ImageRows:
         try:
             return self.transform(image, draws)
         except ValueError as error:
-            raise UnreadableImage(f"{self.name(index)} can not be used: {error}") from error
+            raise UnreadableImage(f"{self.name(index)} cannot be used: {error}") from error
 
     def name(self, index: int) -> str:
         return self.source.name(index)
@@ -73,30 +74,34 @@ class Sample:
 
 class Stream(Dataset):
     """
-    Samples by position: `stream[position]` is the same one in every process, whatever was read before.
+    Samples by position. `stream[position]` is the same sample in every process, whatever was read before.
 
     Args:
-        name: draws are made for it.
-        rows: what samples are made from, and `indices` which of them belong to the stream.
-        seed: of the run.
-        endless: begin again and again, each time in another order; otherwise each row comes once, in the order given.
-        skip_bad: put the next readable row in the place of one that can not be read.
+        name: name of the stream. Its samples draw independently of other streams.
+        rows: reads the rows.
+        indices: numbers of the rows in the stream.
+        seed: seed of the run.
+        endless: repeat the rows forever, in a new random order in each epoch. Otherwise each row comes once, in order.
+        skip_bad: replace rows that cannot be read by the next readable one.
     """
 
-    def __init__(self, name: str, rows: Rows, indices: np.ndarray, seed: int, endless: bool, skip_bad: bool):
+    def __init__(
+        self, name: str, rows: Rows, indices: np.ndarray | RowGroups, seed: int, endless: bool, skip_bad: bool
+    ):
         self.name = name
         self.rows = rows
         self.indices = indices
         self.seed = seed
         self.endless = endless
         self.skip_bad = skip_bad
+        self.tokenizers: dict[str, Tokenizer] = {}
 
     @property
     def num_samples(self) -> int:
         return len(self.indices)
 
     def captions(self) -> Iterator[str]:
-        """All of each row."""
+        """Yield all captions of all rows."""
         for index in self.indices:
             yield from self.rows.source.captions(int(index))
 
@@ -111,31 +116,27 @@ class Stream(Dataset):
         num_workers: int = 0,
     ) -> DataLoader:
         """
-        The batches of one process: `accumulation` of `batch_size` samples in each step.
+        Return the batches of one process: `accumulation` batches of `batch_size` samples per step.
 
-        All processes and accumulations together take neighbouring positions in a step, so that what is learned in it
-        does not depend on how many of them there are.
+        In each step, all processes and accumulations together take consecutive positions. So the samples of a step do
+        not depend on how they are divided.
         """
         end = None if self.endless else self.num_samples
-        positions = Positions(batch_size, first_step, num_steps, accumulation, num_processes, rank, end)
-        return self._load(positions, num_workers)
-
-    def _load(self, positions: Iterable[list[int]], num_workers: int) -> "_Loader":
         return _Loader(
             self,
-            batch_sampler=positions,
+            batch_sampler=Positions(batch_size, first_step, num_steps, accumulation, num_processes, rank, end),
             num_workers=num_workers,
             collate_fn=self._collate,
             worker_init_fn=_leave_signals_to_main_process,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # the loader draws from it; torch's own is left to dropout
+            generator=torch.Generator(),  # the loader draws from it instead of torch's global generator
         )
 
     def __getitem__(self, position: int) -> Sample:
         draws = Draws(self.seed, self.name, position)
         unreadable = []
-        for passed_over in range(self.num_samples):
-            index = self._row(position, passed_over)
+        for skipped in range(self.num_samples):
+            index = self._row(position, skipped)
             try:
                 return Sample(position, self.rows.read(index, draws), unreadable)
             except UnreadableImage as error:
@@ -143,107 +144,39 @@ class Stream(Dataset):
                     raise error.with_skip_advice() from error
                 unreadable.append(self.rows.name(index))
         raise UnreadableImage(
-            f"none of the {self.num_samples:,} images of the {self.name} stream can be used, not even {unreadable[0]}"
+            f"none of the {self.num_samples:,} images of the {self.name} stream can be read, starting with "
+            f"{unreadable[0]}"
         )
 
-    def _row(self, position: int, passed_over: int) -> int:
-        """The row that comes so many after the one at a position, where those before it can not be read."""
+    def _row(self, position: int, skipped: int) -> int:
+        """Return the row at a position, or the one that replaces it after `skipped` unreadable rows."""
         epoch, place = divmod(position, self.num_samples)
         order = _order(self.seed, epoch, self.num_samples) if self.endless else range(self.num_samples)
-        return int(self.indices[order[(place + passed_over) % self.num_samples]])
+        return int(self.indices[order[(place + skipped) % self.num_samples]])
 
-    def __getitems__(self, positions: list[int]) -> "list[Sample] | UnreadableImage | OSError":
-        # A worker's exception would reach the main process as a text that holds its traceback.
+    def __getitems__(self, positions: list[int]) -> list[Sample] | UserError:
+        # Returned, because an exception of a worker would arrive with the worker's traceback in its message.
         try:
             return [self[position] for position in positions]
-        except (UnreadableImage, OSError) as error:
+        except UserError as error:
             return error
 
-    def _collate(self, samples: list[Sample] | UnreadableImage | OSError) -> Batch | UnreadableImage | OSError:
-        if isinstance(samples, Exception):
+    def _collate(self, samples: list[Sample] | UserError) -> Batch | UserError:
+        if isinstance(samples, UserError):
             return samples
         columns = {name: _COLLATE[name]([sample.columns[name] for sample in samples]) for name in samples[0].columns}
+        columns |= {name: tokenize(columns["captions"]) for name, tokenize in self.tokenizers.items()}
         unreadable = [name for sample in samples for name in sample.unreadable]
         return Batch(columns, [sample.position for sample in samples], self.name, self.seed, unreadable)
-
-
-class ShardStream(Stream):
-    """
-    The endless stream of a data set that is read row group by row group: samples by position, as ever, in an order
-    that lets each process and worker read its own part of the data set, where it is of as many parts.
-
-    Args:
-        groups: what belongs to the stream, of which `rows.source` is the `ShardTable`.
-    """
-
-    def __init__(self, name: str, rows: Rows, groups: Groups, seed: int, skip_bad: bool):
-        self.name = name
-        self.rows = rows
-        self.groups = groups
-        self.seed = seed
-        self.endless = True
-        self.skip_bad = skip_bad
-        self._order = GroupOrder(groups, seed, rows.source.lanes(), batch_size=1)
-
-    @property
-    def indices(self) -> np.ndarray:
-        return self.groups.rows()
-
-    @property
-    def num_samples(self) -> int:
-        return self.groups.num_rows
-
-    def captions(self) -> Iterator[str]:
-        return self.rows.source.captions_alone(self.groups)
-
-    def batches(
-        self, batch_size: int, *, accumulation: int = 1, num_processes: int = 1, rank: int = 0, **others
-    ) -> DataLoader:
-        """As those of any stream. Which samples they have depends on how many a step has over all processes."""
-        stream = copy.copy(self)
-        stream._order = dataclasses.replace(self._order, batch_size=batch_size * accumulation * num_processes)
-        if rank == 0:
-            readers = num_processes * _parts(batch_size, others.get("num_workers", 0))
-            stream._warn_of_shared_groups(readers, accumulation)
-        shared_out = {"accumulation": accumulation, "num_processes": num_processes, "rank": rank}
-        return Stream.batches(stream, batch_size, **shared_out, **others)
-
-    def _load(self, positions: Iterable[list[int]], num_workers: int) -> "_Loader":
-        # The workers share out each batch, not the batches: the same part of them is of the same part of the data.
-        parts = _parts(positions.batch_size, num_workers)
-        loader = super()._load(_Parts(positions, parts), num_workers)
-        loader.parts = parts
-        return loader
-
-    def _row(self, position: int, passed_over: int) -> int:
-        epoch, place = divmod(position, self.num_samples)
-        return self._order.row(epoch, place, passed_over)
-
-    def _warn_of_shared_groups(self, readers: int, accumulation: int):
-        groups, lanes = len(self.groups.counts), self._order.num_lanes()
-        shares = readers * accumulation
-        if groups < readers:
-            why = f"the data set has {groups} row groups, and {readers} processes x workers read it"
-        elif readers > 1 and lanes < shares:
-            parts = f"{shares} processes x workers x accumulations"
-            why = f"a step is of {lanes} places of the data set, and {parts} share it"
-        else:
-            return
-        logger.warning("%s: each row still comes once in an epoch, but several of them read the same row groups", why)
-
-
-def _parts(batch_size: int, num_workers: int) -> int:
-    """Into how many a process cuts a batch, for its workers."""
-    return min(max(1, num_workers), batch_size)
 
 
 _COLLATE = {
     "pixel_values": to_pixel_values,
     "labels": torch.tensor,
     "captions": list,
-    # Of precomputed features, and of the images that they are made of.
+    # of precomputed latents, and of the images that they are computed from
     "moments": torch.stack,
-    "text_features": torch.stack,
+    "text_states": torch.stack,
     "all_captions": list,
     "unreadable": list,
 }
@@ -254,9 +187,109 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     return torch.randperm(count, generator=generator_for(seed, "order", epoch)).numpy()
 
 
+class ShardStream(Stream):
+    """
+    The endless training stream of a [`ShardTable`], whose rows are read one row group at a time.
+
+    Guarantees:
+    - Each row comes exactly once per epoch.
+    - Row groups come in a new random order in each epoch. Rows are shuffled within windows of a few row groups, which
+      a reader keeps in memory.
+    - Each reader (a worker of a process) reads its own consecutive part of the epoch. Only the row groups of the
+      windows at both ends of a part are read by more than one reader.
+    - The row at a position depends on the seed, the batch size and the number of readers, so a run that is resumed
+      with the same number of processes and workers continues exactly. With other numbers, the rows of the current
+      epoch are dealt out again: some of them may come twice and others not at all.
+    - Crops, flips, captions and noise depend on the seed and the position only.
+    """
+
+    def __init__(self, name: str, rows: Rows, groups: RowGroups, seed: int, skip_bad: bool):
+        super().__init__(name, rows, groups, seed, endless=True, skip_bad=skip_bad)
+        self.order = ShardOrder(groups, seed, rows.source.groups_in_memory)
+
+    def captions(self) -> Iterator[str]:
+        return self.rows.source.all_captions(self.indices)
+
+    def batches(
+        self, batch_size: int, *, num_processes: int = 1, rank: int = 0, num_workers: int = 0, **options
+    ) -> DataLoader:
+        """Return the batches of one process, see [`Stream.batches`]."""
+        readers, num_groups = num_processes * max(1, num_workers), len(self.indices.counts)
+        if rank == 0 and readers > num_groups:
+            logger.warning(
+                "the dataset has %d row groups for %d readers (processes x workers): some readers read the same row "
+                "groups; use fewer workers, or write smaller row groups",
+                *(num_groups, readers),
+            )
+        stream = copy.copy(self)
+        stream.order = dataclasses.replace(self.order, batch_size=batch_size, readers=readers)
+        return Stream.batches(
+            stream, batch_size, num_processes=num_processes, rank=rank, num_workers=num_workers, **options
+        )
+
+    def _row(self, position: int, skipped: int) -> int:
+        return self.order.row(position, skipped)
+
+
+@dataclass(frozen=True)
+class ShardOrder:
+    """
+    Maps positions to rows: batch m belongs to reader m % `readers`, and each reader has a part of each epoch.
+
+    Args:
+        window: number of row groups whose rows are shuffled together.
+    """
+
+    groups: RowGroups
+    seed: int
+    window: int
+    batch_size: int = 1
+    readers: int = 1
+
+    def row(self, position: int, skipped: int = 0) -> int:
+        """Return the row at a position, or the one that replaces it after `skipped` unreadable rows."""
+        count = len(self.groups)
+        epoch = position // count
+        first, last = epoch * count, (epoch + 1) * count
+        reader = position // self.batch_size % self.readers
+        part_start = self._count(last, reader) - self._count(first, reader)
+        part_end = self._count(last, reader + 1) - self._count(first, reader + 1)
+        own = [self._count(end, reader + 1) - self._count(end, reader) for end in (first, position)]
+        number = (own[1] - own[0] + skipped) % (part_end - part_start)
+        return self._row_of_epoch(epoch, part_start + number)
+
+    def _count(self, end: int, readers: int) -> int:
+        """Return how many positions below `end` belong to the first `readers` readers."""
+        rounds, rest = divmod(end, self.batch_size * self.readers)
+        return rounds * self.batch_size * readers + min(rest, self.batch_size * readers)
+
+    def _row_of_epoch(self, epoch: int, number: int) -> int:
+        order, starts = _order_of_groups(self.seed, epoch, self.groups)
+        first = int(np.searchsorted(starts, number, side="right") - 1) // self.window * self.window
+        window = order[first : first + self.window]
+        counts = self.groups.counts[window]
+        shuffled = _order_of_window(self.seed, epoch, first, int(counts.sum()))
+        place = int(shuffled[number - starts[first]])
+        group = int(np.searchsorted(np.cumsum(counts), place, side="right"))
+        return int(self.groups.starts[window[group]] + place - counts[:group].sum())
+
+
+@lru_cache(maxsize=2)
+def _order_of_groups(seed: int, epoch: int, groups: RowGroups) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row groups in the order of an epoch, and the number of rows before each of them."""
+    order = torch.randperm(len(groups.counts), generator=generator_for(seed, "groups", epoch)).numpy()
+    counts = groups.counts[order]
+    return order, np.cumsum(counts) - counts
+
+
+@lru_cache(maxsize=8)
+def _order_of_window(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
+    return torch.randperm(count, generator=generator_for(seed, "window", epoch, first)).numpy()
+
+
 @dataclass(frozen=True)
 class Positions(Sampler):
-    """The positions of one process's batches; those before `end`, where there is one."""
+    """Yields the positions of each batch of one process, up to `end` if it is not None."""
 
     batch_size: int
     first_step: int
@@ -282,49 +315,26 @@ class Positions(Sampler):
         return ((step * self.accumulation + part) * self.num_processes + self.rank) * self.batch_size
 
 
-@dataclass(frozen=True)
-class _Parts(Sampler):
-    """Each batch cut into parts, of which the loader gives each worker the same one every time."""
-
-    positions: Positions
-    parts: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.positions:
-            size, rest = divmod(len(batch), self.parts)
-            start = 0
-            for part in range(self.parts):
-                end = start + size + (part < rest)
-                yield batch[start:end]
-                start = end
-
-
 class _Loader(DataLoader):
-    parts = 1  # of which a batch is put together
-
     def __iter__(self) -> Iterator[Batch]:
-        with _signals_held_back():  # workers inherit it, until they know what to do with them
+        with _blocked_signals():  # workers inherit the mask until their handlers are set
             batches = super().__iter__()
         try:
-            parts = []
             for batch in batches:
-                if isinstance(batch, Exception):
+                if isinstance(batch, UserError):
                     raise batch
-                parts.append(batch)
-                if len(parts) == self.parts:
-                    yield Batch.joined(parts)
-                    parts = []
+                yield batch
         finally:
-            del batches  # its workers end now, not when the error is forgotten
+            del batches  # ends the workers now, even if a traceback still refers to this frame
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_CAN_HOLD_BACK = hasattr(signal, "pthread_sigmask")  # not on Windows
+_CAN_BLOCK_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows
 
 
 @contextmanager
-def _signals_held_back():
-    if not _CAN_HOLD_BACK:
+def _blocked_signals():
+    if not _CAN_BLOCK_SIGNALS:
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -336,17 +346,19 @@ def _signals_held_back():
 
 def _leave_signals_to_main_process(worker: int):
     """
-    Ctrl-C and a job's end reach every process at once. The main one finishes its step and saves, for which it needs
-    its workers, and ends them itself: by a message, or by SIGTERM, of which it sends another one to those that stay.
-    """
-    requests = []
+    Ignore SIGINT and the first SIGTERM in a worker.
 
-    def leave_at_the_second(number, frame):
-        requests.append(number)
-        if len(requests) > 1:
+    Ctrl-C and the end of a job reach all processes. The main process finishes its step and saves a checkpoint, for
+    which it needs its workers. Then it ends them: by a message, or by another SIGTERM if they hang.
+    """
+    received = []
+
+    def exit_at_the_second(number, frame):
+        received.append(number)
+        if len(received) > 1:
             os._exit(0)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, leave_at_the_second)
-    if _CAN_HOLD_BACK:
+    signal.signal(signal.SIGTERM, exit_at_the_second)
+    if _CAN_BLOCK_SIGNALS:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

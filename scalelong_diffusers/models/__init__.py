@@ -1,1 +1,1 @@
-"""diffusers models whose long skip connections are scaled."""
+"""Diffusers models with scaled long skips."""

@@ -14,25 +14,28 @@ from diffusers.models.embeddings import get_timestep_embedding
 from diffusers.models.unets.unet_2d import UNet2DOutput
 from torch import nn
 
-from scalelong_diffusers.models.mixin import SkipScalingMixin, build_skip_scaler
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.models.skips import OutBlockSkips
 from scalelong_diffusers.models.uvit_block import UViTBlock, is_traced
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
-# What a published U-ViT has to be told at step n = 0..999 of a diffusers scheduler, as fields of its config.
+# The timestep of a published U-ViT at step n = 0..999 of a diffusers scheduler, as fields of its config.
 TIMESTEP_CONVENTIONS = {
-    # Trained on VP-SDE with t in (0, 1], which it was shown as t * 999. Step n of the scheduler with the linear betas
-    # 1e-4 .. 0.02 has the noise of t = (n + 1) / 1000, so it is shown (n + 1) * 0.999.
+    # Trained on VP-SDE with inputs t * 999, t in (0, 1]. With the linear betas 1e-4 .. 0.02, step n of the scheduler
+    # has the noise of t = (n + 1) / 1000, so its input is (n + 1) * 0.999.
     "continuous": {"timestep_scale": 0.999, "timestep_offset": 1.0},
-    # Trained on Stable Diffusion's betas with steps counted from 1: it is shown n + 1.
+    # Trained on Stable Diffusion's betas with steps that count from 1: its input is n + 1.
     "discrete": {"timestep_scale": 1.0, "timestep_offset": 1.0},
 }
 
 
 class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
     """
-    U-ViT: a transformer on image patches whose decoder blocks take the output of the encoder block opposite to them.
-    Time, class and text are tokens beside the patches.
+    U-ViT: a transformer on image patches with long skips from its encoder blocks to its decoder blocks.
+
+    Time, class and text are additional tokens.
 
     ```python
     model = UViTModel.from_preset("cifar10-uvit-s-2", skip_scaling={"method": "cs", "kappa": 0.9})
@@ -40,25 +43,26 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
     ```
 
     Args:
-        sample_size: height and width of the images, or one number for both. Others are taken too, with the position
-            embeddings interpolated.
-        patch_size: side of the square that becomes a token.
+        sample_size: height and width of the images, or one number for both. For other sizes the position embeddings
+            are interpolated.
+        patch_size: side of the square patches that become tokens.
         in_channels: channels of the image or latent.
-        out_channels: `in_channels` where it is None.
+        out_channels: `in_channels` if None.
         hidden_size: width of a token.
-        num_layers: encoder and decoder blocks together; the middle block comes on top. An even number.
+        num_layers: number of encoder and decoder blocks together, an even number. The middle block is not counted.
         num_attention_heads: heads of a block.
         mlp_ratio: width of the MLP as a multiple of `hidden_size`.
-        num_class_embeds: number of classes, one for "no class" included if there is one.
+        num_class_embeds: number of classes, including the null class if there is one.
         cross_attention_dim: width of the text encoder's hidden states.
-        context_length: how many text tokens there are; shorter text is padded with zeros.
-        final_conv: whether a 3 x 3 convolution smooths the seams of the patches.
-        block_scale: the paper's Table 3: every residual branch is x + t f(x), with this number as t, or with
-            `"rezero"` one learned t for each branch, 0 at the start.
-        timestep_scale, timestep_offset: the network is shown (timestep + offset) * scale.
-        skip_scaling: a [`SkipScalingConfig`], its fields as a dict, or the name of a method.
+        context_length: number of text tokens. Shorter text is padded with zeros.
+        final_conv: end with a 3 x 3 convolution, which smooths the seams between patches.
+        block_scale: t in the residual branches x + t f(x) (the paper's Table 3). `"rezero"` learns one t per branch,
+            which starts at 0.
+        timestep_scale, timestep_offset: the input of the time embedding is (timestep + offset) * scale.
+        skip_scaling: a [`SkipScalingConfig`], a dict of its fields, or a method.
     """
 
+    skip_layout = OutBlockSkips()
     _supports_gradient_checkpointing = True
     _no_split_modules = ["UViTBlock"]
     _repeated_blocks = ["UViTBlock"]
@@ -85,7 +89,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
-        _check_positive(
+        _check_sizes(
             patch_size=patch_size,
             in_channels=in_channels,
             out_channels=out_channels,
@@ -122,9 +126,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.gradient_checkpointing = False
         self._init_weights()
 
-        # After the weight init, which is not meant for the gates.
-        self.skip_scaler = build_skip_scaler(self, SkipScalingConfig.parse(skip_scaling))
-        self._record_skip_scaling()
+        self._init_skip_scaling(skip_scaling)  # after `_init_weights`, which would change the gates
 
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -136,12 +138,9 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     @classmethod
     def from_single_file(cls, *args, **kwargs):
-        raise ValueError(
-            "a UViTModel is not loaded from a single file: turn a .pth into a folder by `scalelong convert`"
+        raise UserError(
+            "UViTModel cannot be loaded from a single file: `scalelong convert` turns a .pth into a folder"
         )
-
-    def _remove_skip_scaling(self):
-        self._switch_skip_scaling_off()  # there is no plainer class to become
 
     def forward(
         self,
@@ -155,13 +154,13 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         """
         Args:
             sample: the noisy images, `(batch, channels, height, width)`.
-            timestep: one for all images or one for each.
+            timestep: one number for all images, or a tensor with one or one per image.
             encoder_hidden_states: the text, `(batch, up to context_length, cross_attention_dim)`.
-            class_labels: the classes, `(batch,)`. Those out of range are named on a CPU; elsewhere that would make
-                every call wait for the device.
-            encoder_attention_mask: `(batch, length of the text)`, 1 where there is text; what is padded is masked,
-                too. Without it all tokens are attended to, as in the published models.
-            return_dict: whether to return a `UNet2DOutput` or a tuple.
+            class_labels: the classes, `(batch,)`. They are checked on a CPU only: elsewhere the check would make every
+                call wait for the device.
+            encoder_attention_mask: `(batch, length of the text)`, 1 for text. Padding is masked as well. Without a
+                mask all tokens are attended to, as in the published models.
+            return_dict: return a `UNet2DOutput` instead of a tuple.
         """
         grid = self._checked_grid(sample)
         self._check_conditions(sample.shape[0], encoder_hidden_states, class_labels, encoder_attention_mask)
@@ -196,7 +195,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         encoder_hidden_states: torch.Tensor | None,
         class_labels: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The tokens: class, time, text, patches."""
+        """Return the tokens: class, time, text, patches."""
         tokens = [self._time_token(timestep, sample)]
         if self.class_embed is not None:
             tokens.insert(0, self.class_embed(class_labels)[:, None])
@@ -209,21 +208,21 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
     def _time_token(self, timestep: torch.Tensor | float | int, sample: torch.Tensor) -> torch.Tensor:
         if isinstance(timestep, torch.Tensor):
             if timestep.shape not in ((), (1,), sample.shape[:1]):
-                raise ValueError(
-                    f"timestep must be one, or one for each of the {sample.shape[0]} samples, got a tensor of shape "
+                raise UserError(
+                    f"timestep must have shape (), (1,) or ({sample.shape[0]},), one per sample, got "
                     f"{tuple(timestep.shape)}"
                 )
             timestep = timestep.to(sample.device, torch.float32).expand(sample.shape[0])
         else:
             timestep = torch.full(sample.shape[:1], timestep, dtype=torch.float32, device=sample.device)
-        shown = (timestep + self.config.timestep_offset) * self.config.timestep_scale
+        timestep = (timestep + self.config.timestep_offset) * self.config.timestep_scale
         embedding = get_timestep_embedding(
-            shown, self.config.hidden_size, flip_sin_to_cos=True, downscale_freq_shift=0
+            timestep, self.config.hidden_size, flip_sin_to_cos=True, downscale_freq_shift=0
         )
         return embedding[:, None].to(self.pos_embed.dtype)
 
     def _positions(self, grid: tuple[int, int]) -> torch.Tensor:
-        """The position embeddings, those of the patches interpolated where there are more or fewer of them."""
+        """Return the position embeddings, interpolated to the grid of patches."""
         if grid == self.grid:
             return self.pos_embed
         extra, patches = self.pos_embed.tensor_split([self.num_extra_tokens], dim=1)
@@ -233,7 +232,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         return torch.cat([extra, patches.to(extra.dtype)], dim=1)
 
     def _attention_mask(self, text_mask: torch.Tensor | None, num_patches: int) -> torch.Tensor | None:
-        """The mask of the text, for all tokens."""
+        """Extend the mask of the text to all tokens."""
         if text_mask is None:
             return None
         text_mask = F.pad(text_mask.bool(), (0, self.context_length - text_mask.shape[1]), value=False)
@@ -242,56 +241,67 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         return torch.cat([before, text_mask, after], dim=1)[:, None, None]
 
     def _assemble(self, patches: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        """The image of the patches, in whose vectors the channel runs fastest."""
+        """Return the image of the patches. In the vector of a patch, the channel varies fastest."""
         side = self.config.patch_size
         pixels = patches.unflatten(2, (side, side, -1)).unflatten(1, grid)
         return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
     def _checked_grid(self, sample: torch.Tensor) -> tuple[int, int]:
-        """How many patches the sample is high and wide."""
+        """Return the number of patches along the height and width."""
         if sample.ndim != 4 or sample.shape[1] != self.config.in_channels:
-            raise ValueError(
-                f"sample must be (batch, {self.config.in_channels}, height, width), as in_channels="
-                f"{self.config.in_channels} says; got {tuple(sample.shape)}"
+            raise UserError(
+                f"sample must be (batch, in_channels={self.config.in_channels}, height, width), got "
+                f"{tuple(sample.shape)}"
             )
         grid = _patch_grid(*sample.shape[2:], self.config.patch_size)
         if grid != self.grid and self.skip_scaler.config.gate_axis == "tokens":
             height, width = (n * self.config.patch_size for n in self.grid)
-            raise ValueError(
-                f"sample is {sample.shape[2]} x {sample.shape[3]}, but the gates of gate_axis='tokens' are made for "
-                f"{height} x {width} alone; a model trained with gate_axis='channels' takes any size"
+            raise UserError(
+                f"sample must be {height} x {width} for gates with gate_axis='tokens', got {sample.shape[2]} x "
+                f"{sample.shape[3]}; gate_axis='channels' takes any size"
             )
         return grid
 
     def _check_conditions(
         self,
         batch_size: int,
-        encoder_hidden_states: torch.Tensor | None,
-        class_labels: torch.Tensor | None,
-        encoder_attention_mask: torch.Tensor | None,
+        text: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        mask: torch.Tensor | None,
     ):
         config = self.config
-        _check_given("class_labels", class_labels, "num_class_embeds", config.num_class_embeds)
-        _check_given("encoder_hidden_states", encoder_hidden_states, "cross_attention_dim", config.cross_attention_dim)
-        if class_labels is not None:
-            _check_labels(class_labels, batch_size, config.num_class_embeds)
-        if encoder_hidden_states is not None:
-            _check_text(encoder_hidden_states, batch_size, config.context_length, config.cross_attention_dim)
-        if encoder_attention_mask is not None:
-            _check_mask(encoder_attention_mask, encoder_hidden_states)
+        for name, value, entry in (
+            ("class_labels", labels, "num_class_embeds"),
+            ("encoder_hidden_states", text, "cross_attention_dim"),
+        ):
+            if (value is None) != (config[entry] is None):
+                accepted = "must be None" if value is not None else "is required"
+                raise UserError(f"{name} {accepted}: this model has {entry}={config[entry]}")
+        if labels is not None:
+            _check_labels(labels, batch_size, config.num_class_embeds)
+        if text is not None:
+            length, width = config.context_length, config.cross_attention_dim
+            if text.ndim != 3 or text.shape[::2] != (batch_size, width) or text.shape[1] > length:
+                raise UserError(
+                    f"encoder_hidden_states must be ({batch_size}, up to context_length={length}, "
+                    f"cross_attention_dim={width}), got {tuple(text.shape)}"
+                )
+        if mask is not None and (text is None or mask.shape != text.shape[:2]):
+            accepted = "None for a model without text" if text is None else tuple(text.shape[:2])
+            raise UserError(f"encoder_attention_mask must be {accepted}, got {tuple(mask.shape)}")
 
 
-def _check_positive(**sizes: int | None):
+def _check_sizes(**sizes: int | None):
     for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{name} must be an integer, at least 1, got {value!r}")
 
 
 def _height_and_width(sample_size: int | tuple[int, int]) -> tuple[int, int]:
     sizes = [sample_size] * 2 if isinstance(sample_size, int) else sample_size
     is_pair = isinstance(sizes, (tuple, list)) and len(sizes) == 2
-    if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        raise ValueError(f"sample_size must be a whole number of at least 1 or (height, width), got {sample_size!r}")
+    if not is_pair or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise UserError(f"sample_size must be an integer, at least 1, or (height, width), got {sample_size!r}")
     return tuple(sizes)
 
 
@@ -300,63 +310,42 @@ def _check_architecture(
 ):
     if num_layers % 2:
         even = sorted({max(num_layers - 1, 2), num_layers + 1})
-        raise ValueError(
-            f"num_layers={num_layers} is odd, but each encoder block has its skip to one decoder block (the middle "
-            f"block is not counted): take {' or '.join(map(str, even))}"
+        raise UserError(
+            f"num_layers must be even, one decoder block per encoder block, got {num_layers}; use "
+            f"{' or '.join(map(str, even))}"
         )
     if hidden_size % num_attention_heads:
-        raise ValueError(
-            f"hidden_size={hidden_size} can not be divided among num_attention_heads={num_attention_heads}"
+        raise UserError(
+            f"hidden_size must be divisible by num_attention_heads={num_attention_heads}, got {hidden_size}"
         )
     if not _is_number(mlp_ratio) or round(hidden_size * mlp_ratio) < 1:
-        raise ValueError(f"mlp_ratio must be a number that leaves the MLP a width of at least 1, got {mlp_ratio!r}")
+        raise UserError(f"mlp_ratio must be a number that gives the MLP a width of at least 1, got {mlp_ratio!r}")
     if block_scale != "rezero" and not _is_number(block_scale):
-        raise ValueError(f"block_scale must be a number or 'rezero', got {block_scale!r}")
+        raise UserError(f"block_scale must be a number or 'rezero', got {block_scale!r}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _patch_grid(height: int, width: int, patch_size: int) -> tuple[int, int]:
     for name, size in (("height", height), ("width", width)):
         if size % patch_size:
             below, above = size // patch_size * patch_size, (size // patch_size + 1) * patch_size
-            raise ValueError(
-                f"images of {height} x {width} can not be cut into patches of patch_size={patch_size}; the nearest "
-                f"{name} that can: {f'{below} or {above}' if below else above}"
+            raise UserError(
+                f"images of {height} x {width} cannot be cut into patches of patch_size={patch_size}; the nearest "
+                f"{name}: {f'{below} or {above}' if below else above}"
             )
     return height // patch_size, width // patch_size
 
 
-def _check_given(name: str, value: torch.Tensor | None, option: str, configured: int | None):
-    if value is None and configured:
-        raise ValueError(f"{name} must be given: this model has {option}={configured}")
-    if value is not None and not configured:
-        raise ValueError(f"{name} must not be given: this model has {option}=None")
-
-
 def _check_labels(labels: torch.Tensor, batch_size: int, num_classes: int):
     if labels.shape != (batch_size,) or labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"class_labels must be {batch_size} whole numbers (int32 or int64), one for each sample, got "
-            f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise UserError(
+            f"class_labels must be {batch_size} integers (int32 or int64), one per sample, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}"
         )
     if labels.device.type != "cpu" or is_traced(labels):
-        return  # to look at them would wait for the device, or break the graph
+        return  # reading the values would wait for the device or break the graph
     if out_of_range := [label for label in labels.tolist() if not 0 <= label < num_classes]:
-        raise ValueError(f"class_labels must be in 0..{num_classes - 1} (num_class_embeds), got {out_of_range}")
-
-
-def _check_text(text: torch.Tensor, batch_size: int, max_length: int, width: int):
-    if text.ndim != 3 or text.shape[0] != batch_size or text.shape[1] > max_length or text.shape[2] != width:
-        raise ValueError(
-            f"encoder_hidden_states must be ({batch_size}, up to context_length={max_length}, cross_attention_dim="
-            f"{width}), got {tuple(text.shape)}"
-        )
-
-
-def _check_mask(mask: torch.Tensor, text: torch.Tensor | None):
-    if text is None or mask.shape != text.shape[:2]:
-        expected = "not be given to a model without text" if text is None else f"be {tuple(text.shape[:2])}"
-        raise ValueError(f"encoder_attention_mask must {expected}, got {tuple(mask.shape)}")
+        raise UserError(f"class_labels must be in 0..{num_classes - 1} (num_class_embeds), got {out_of_range}")

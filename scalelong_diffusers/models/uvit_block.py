@@ -1,4 +1,4 @@
-"""The transformer block of U-ViT, written to keep little for the backward pass."""
+"""The transformer block of U-ViT, which saves few tensors for the backward pass."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
+
 
 class UViTBlock(nn.Module):
-    """A transformer block; in the decoder, one that first takes in a skip."""
+    """A transformer block. Blocks of the decoder also take a skip."""
 
     def __init__(
         self,
@@ -20,7 +22,7 @@ class UViTBlock(nn.Module):
         has_skip: bool,
     ):
         super().__init__()
-        # A linear layer on two concatenated tensors is the sum of one on each, which needs no concatenated copy.
+        # A linear layer on two concatenated tensors equals the sum of two linear layers, which need no copy.
         self.hidden_proj = nn.Linear(hidden_size, hidden_size) if has_skip else None
         self.skip_proj = nn.Linear(hidden_size, hidden_size, bias=False) if has_skip else None
         self.norm1 = nn.LayerNorm(hidden_size)
@@ -38,21 +40,21 @@ class UViTBlock(nn.Module):
         factor: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
         if skip is not None:
-            hidden_states = self._take_in(hidden_states, skip, factor)
+            hidden_states = self._add_skip(hidden_states, skip, factor)
         hidden_states = self.attn_residual(hidden_states, self.attn(self.norm1(hidden_states), attention_mask))
         return self.mlp_residual(hidden_states, self.mlp(self.norm2(hidden_states)))
 
-    def _take_in(self, hidden_states: torch.Tensor, skip: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    def _add_skip(self, hidden_states: torch.Tensor, skip: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
         hidden_states = self.hidden_proj(hidden_states)
         if isinstance(factor, torch.Tensor):
             skip = in_compute_dtype(skip)
             return hidden_states + linear_of(self.skip_proj, torch.mul, skip, factor.to(skip.dtype))
-        # A constant is left to the addition, where it costs nothing.
+        # The addition applies a constant factor at no cost.
         return torch.add(hidden_states, self.skip_proj(skip), alpha=factor)
 
 
 class UViTAttention(nn.Module):
-    """Self-attention. diffusers' names of its layers are what LoRA looks for."""
+    """Self-attention. The names of the layers are diffusers' own, which LoRA looks for."""
 
     def __init__(self, hidden_size: int, num_heads: int):
         super().__init__()
@@ -63,7 +65,7 @@ class UViTAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(hidden_size, hidden_size)])
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        hidden_states = in_compute_dtype(hidden_states)  # once, and not by each of the three
+        hidden_states = in_compute_dtype(hidden_states)  # one cast instead of three
         query, key, value = (
             project(hidden_states).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.to_q, self.to_k, self.to_v)
@@ -80,12 +82,12 @@ class UViTMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            return self.fc2(F.gelu(self.fc1(hidden_states)))  # each result goes as soon as the next is there
+            return self.fc2(F.gelu(self.fc1(hidden_states)))  # frees each intermediate result early
         return linear_of(self.fc2, F.gelu, self.fc1(hidden_states))
 
 
 class Residual(nn.Module):
-    """x + t f(x), with t = 1 in the paper's models and its other values in Table 3."""
+    """x + t f(x). The paper's models have t = 1; Table 3 compares other values."""
 
     def __init__(self, scale: float | Literal["rezero"]):
         super().__init__()
@@ -99,12 +101,13 @@ class Residual(nn.Module):
 
 def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """
-    `linear(function(*inputs))` for an elementwise function: the backward pass computes its result again instead of
-    keeping it. For the MLP that is a quarter of all that a block keeps. It stands back where somebody else decides
-    what is kept, as activation checkpointing does, which computes the whole block again anyway.
+    Return `linear(function(*inputs))` for an elementwise function, which the backward pass computes again.
+
+    In the MLP this saves a quarter of a block's activations. It does nothing if activation checkpointing is on, which
+    recomputes the block anyway.
     """
     value = function(*inputs)
-    if not value.requires_grad or is_traced(value) or torch._C._autograd._top_saved_tensors_default_hooks(True):
+    if not value.requires_grad or is_traced(value) or has_saved_tensors_hooks():
         return linear(value)
     place = value.data_ptr(), value.numel()
 
@@ -121,18 +124,15 @@ def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs:
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """
-    Compilers choose themselves what to compute again, torch.func allows no hooks on what is saved, and the subclasses
-    of tensor parallelism and the like have no memory to be recognised by.
+    Return whether Python cannot look at the tensor's memory or hook into autograd.
+
+    This is the case in compilers, in transforms of torch.func, and for tensor subclasses such as fake tensors.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or type(tensor) is not torch.Tensor
-    )
+    return torch.compiler.is_compiling() or has_functorch_transform() or type(tensor) is not torch.Tensor
 
 
 def in_compute_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as autocast hands it to a linear layer."""
+    """Cast a tensor as autocast does for a linear layer."""
     device = tensor.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensor

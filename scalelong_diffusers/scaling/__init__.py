@@ -1,4 +1,4 @@
-"""The paper's mathematics in pure torch: which factor belongs on which long skip connection."""
+"""The paper's math in plain torch: the config, the factors and the gates of long skip connections."""
 
 from scalelong_diffusers.scaling.config import METHODS, SkipScalingConfig
 from scalelong_diffusers.scaling.factors import skip_energy, skip_factors, solve_kappa

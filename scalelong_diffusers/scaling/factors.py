@@ -2,38 +2,34 @@
 
 import math
 
+from scalelong_diffusers.errors import UserError
 
-# Mean of |eps|^2 / |x_t|^2 over the data sets of the paper (figure 3b): its lower estimate of S (section 4.1).
+
+# Mean of |eps|^2 / |x_t|^2 over the paper's datasets (figure 3b), its lower estimate of S (section 4.1).
 MEAN_NOISE_RATIO = 1.22
 
-# Its upper estimate of S, which `kappa="auto"` solves for.
+# The paper's upper estimate of S, which `kappa="auto"` solves for.
 UPPER_NOISE_RATIO = 5.0
 
 
 def skip_factors(method: str, num_skips: int, kappa: float | None = None, reverse: bool | None = None) -> list[float]:
-    """k_1 .. k_N of a method without parameters; k_1 belongs to the outermost skip."""
-    if method == "none":
-        return [1.0] * num_skips
-    if method == "inv_sqrt2":
-        return [2**-0.5] * num_skips
-    if method == "constant":
-        return [kappa] * num_skips
+    """Return k_1 .. k_N of a method without gates. k_1 belongs to the outermost skip."""
     if method == "cs" and reverse:  # Table 4
         return [kappa ** (num_skips - i + 1) for i in range(1, num_skips + 1)]
     if method == "cs":  # equation 8
         return [kappa ** (i - 1) for i in range(1, num_skips + 1)]
-    raise ValueError(f"method {method!r} has no constant factors")
+    return num_skips * [{"none": 1.0, "inv_sqrt2": 2**-0.5, "constant": kappa}[method]]
 
 
 def skip_energy(kappa: float, num_skips: int) -> float:
-    """S(kappa, N) = sum of kappa^(2(i-1)), the factor of |x_t|^2 in theorems 3.1 and 3.3."""
+    """Return S(kappa, N) = sum of kappa^(2(i-1)), the factor of |x_t|^2 in theorems 3.1 and 3.3."""
     return math.fsum(kappa ** (2 * i) for i in range(num_skips))
 
 
 def solve_kappa(target: float, num_skips: int, method: str = "cs", reverse: bool | None = None) -> float:
-    """The kappa in (0, 1] for which sum k_i^2 is `target`; 1 where even that stays below it."""
+    """Return the kappa in (0, 1] for which sum k_i^2 equals `target`, or 1 if the sum stays below it."""
     if not target > 1:
-        raise ValueError(f"the target for S must be above 1, which the outermost skip alone gives, got {target}")
+        raise UserError(f"the target for S must be above 1, the share of the outermost skip, got {target}")
     if num_skips <= target:
         return 1.0
     low, high = 0.0, 1.0

@@ -1,9 +1,11 @@
-"""The small networks of learnable scaling (LS): each predicts the factors of a skip from the skip itself."""
+"""The gates of learnable scaling (LS): small networks that predict the factors of a skip from the skip itself."""
 
 import math
 
 import torch
 from torch import nn
+
+from scalelong_diffusers.errors import UserError
 
 
 ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
@@ -11,8 +13,11 @@ ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
 
 class SkipGate(nn.Module):
     """
-    k = sigmoid(z(GAP(skip))), equation 9: one factor for each index of the skip's axis `dim`, from its mean over the
-    others. With `identity`, k = 2 sigmoid(z) and z starts at 0: k is exactly 1, with a gradient.
+    Base of the gates: k = sigmoid(z(GAP(skip))), equation 9.
+
+    Args:
+        dim: dimension of the skip that gets one factor per index. The others are averaged.
+        identity: k = 2 sigmoid(z), where z starts at 0, so that k starts at exactly 1 and has a gradient.
     """
 
     def __init__(self, dim: int, identity: bool):
@@ -31,17 +36,15 @@ class SkipGate(nn.Module):
 
 
 class SqueezeExciteGate(SkipGate):
-    """z = W2 act(W1 x): the calibration network of the paper, and its default."""
+    """z = W2 act(W1 x), the paper's gate."""
 
-    def __init__(self, width: int, reduction: int, activation: str, dim: int, identity: bool):
+    def __init__(self, width: int, reduction: int, activation: str, dim: int, identity: bool, device=None, dtype=None):
         super().__init__(dim, identity)
         if reduction > width:
-            raise ValueError(
-                f"reduction={reduction} leaves a skip of width {width} no hidden unit; take one of at most {width}"
-            )
-        self.squeeze = GateLinear(width, width // reduction)
+            raise UserError(f"reduction must be at most {width}, the width of the narrowest skip, got {reduction}")
+        self.squeeze = GateLinear(width, width // reduction, device, dtype)
         self.activation = ACTIVATIONS[activation]()
-        self.excite = GateLinear(width // reduction, width)
+        self.excite = GateLinear(width // reduction, width, device, dtype)
 
     def reset_parameters(self):
         self.squeeze.reset_parameters()
@@ -56,31 +59,32 @@ class SqueezeExciteGate(SkipGate):
 
 class GateLinear(nn.Module):
     """
-    A linear layer in the dtype of its own weights. It is no `nn.Linear`, so that what is done to all linear layers of
-    a model (LoRA, quantisation) leaves the gates alone.
+    A linear layer that computes in the dtype of its weights.
+
+    It does not subclass `nn.Linear`, so that LoRA and quantization leave the gates alone.
     """
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
 
     def reset_parameters(self):
         fan_in = self.weight.shape[1]
         _init_uniform(self.weight, fan_in)
         _init_uniform(self.bias, fan_in)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class InstanceEnhanceGate(SkipGate):
-    """z = w x + b for each channel on its own (Table 2, IE)."""
+    """z = w x + b for each channel (Table 2, IE)."""
 
-    def __init__(self, width: int, dim: int, identity: bool):
+    def __init__(self, width: int, dim: int, identity: bool, device=None, dtype=None):
         super().__init__(dim, identity)
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
 
     def reset_parameters(self):
         for parameter in (self.weight, self.bias):
@@ -94,20 +98,21 @@ class InstanceEnhanceGate(SkipGate):
 
 
 class SkipScalar(nn.Module):
-    """One plain learnable factor (Table 2), starting at 1."""
+    """One learned factor (Table 2), which starts at 1."""
 
-    def __init__(self):
+    def __init__(self, device=None, dtype=None):
         super().__init__()
-        self.value = nn.Parameter(torch.empty(1))
+        self.value = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
 
     def reset_parameters(self):
         self.value.fill_(1.0)
 
     def forward(self, skip: torch.Tensor) -> torch.Tensor:
-        return self.value.clone()  # an offloaded parameter is only here during this forward
+        return self.value.clone()  # an offloaded parameter leaves the device after this forward
 
 
 def _init_uniform(parameter: torch.Tensor, fan_in: int):
-    # torch's Linear init, but not through torch.nn.init, which diffusers switches off while it loads a checkpoint.
+    # Equals torch's Linear init without torch.nn.init, which diffusers disables while it loads a checkpoint. The numbers
+    # are drawn on the CPU, so that they do not depend on the device.
     bound = 1 / math.sqrt(fan_in)
-    parameter.uniform_(-bound, bound)
+    parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(-bound, bound))

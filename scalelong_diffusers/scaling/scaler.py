@@ -1,6 +1,8 @@
-"""`SkipScaler`: the one module of a model that knows the factors or gates of all its long skips."""
+"""`SkipScaler`: the module of a model that holds the factors or gates of all its long skips."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,38 +18,45 @@ class SkipScaler(nn.Module):
 
     Args:
         config: a resolved `SkipScalingConfig`.
-        widths: the size of each skip along the gated axis, from i = 1 (the outermost).
-        gate_dim: that axis.
+        widths: the size of each skip along the gated dimension, from i = 1 (the outermost).
+        gate_dim: the gated dimension of a skip.
+        device, dtype: where the gates are created.
     """
 
-    def __init__(self, config: SkipScalingConfig, widths: Sequence[int], gate_dim: int = 1):
+    def __init__(self, config: SkipScalingConfig, widths: Sequence[int], gate_dim: int = 1, device=None, dtype=None):
         super().__init__()
-        self.gate_names, self.gates = _build_gates(config, widths, gate_dim)
+        self.gate_names, self.gates = _build_gates(config, widths, gate_dim, {"device": device, "dtype": dtype})
         self._full_factors = (
             [] if self.gates else skip_factors(config.method, len(widths), config.kappa, config.reverse)
         )
         self.set_config(config)
 
-    def adopt(self, other: "SkipScaler"):
-        """Become equal to another scaler. This object stays, since hooks and compiled graphs hold on to it."""
-        self.gate_names, self.gates, self._full_factors = other.gate_names, other.gates, other._full_factors
-        self.set_config(other.config)
-
     def set_config(self, config: SkipScalingConfig):
-        """Take over a config that differs from the present one in `strength` alone."""
+        """Replace the config with one that differs only in `strength`."""
         self.config = config
         self.strength = 1.0 if config.strength is None else config.strength
         self.factors = [k if self.strength == 1.0 else 1.0 + self.strength * (k - 1.0) for k in self._full_factors]
+
+    def with_config(self, config: SkipScalingConfig) -> "SkipScaler":
+        """Return a scaler that shares these gates. The config may differ only in `strength`."""
+        other = copy.copy(self)
+        other.set_config(config)
+        return other
+
+    def adopt(self, other: "SkipScaler"):
+        """Take over the config and gates of another scaler. Hooks and compiled graphs keep pointing to this object."""
+        self.gate_names, self.gates, self._full_factors = other.gate_names, other.gates, other._full_factors
+        self.set_config(other.config)
 
     def is_identity(self, index: int) -> bool:
         return not self.gates and self.factors[index - 1] == 1.0
 
     def gate(self, index: int) -> nn.Module | None:
-        """The module that predicts k_i, or None where it is constant."""
+        """Return the module that predicts k_i, or None if k_i is constant."""
         return self.gates[self.gate_names[index - 1]] if self.gates else None
 
     def factor(self, skip: torch.Tensor, index: int) -> float | torch.Tensor:
-        """k_i: a Python float, which leaves the skip's dtype alone, or what the gate makes of this skip."""
+        """Return k_i: a Python float, which does not promote the skip's dtype, or the gate's prediction."""
         gate = self.gate(index)
         if gate is None:
             return self.factors[index - 1]
@@ -57,45 +66,46 @@ class SkipScaler(nn.Module):
         return k.to(skip)
 
     def forward(self, skip: torch.Tensor, index: int) -> torch.Tensor:
-        """k_i * skip. A constant factor of 1 costs nothing."""
+        """Return k_i * skip, or the skip itself if k_i is 1."""
         return skip if self.is_identity(index) else skip * self.factor(skip, index)
 
     def extra_repr(self) -> str:
         return repr(self.config)
 
 
-def _build_gates(config: SkipScalingConfig, widths: Sequence[int], gate_dim: int) -> tuple[list[str], nn.ModuleDict]:
-    """The name of each skip's gate, and the gates. Shared and separate gates never have a name in common."""
-    if config.method == "learnable":
-        names = [f"scalar_{i}" for i in range(1, len(widths) + 1)]
-    elif config.method == "ls" and config.shared:
-        # One net can not serve several widths, so it is shared by the skips of a width.
-        names = [f"width_{width}" for width in widths]
-    elif config.method == "ls":
-        names = [f"skip_{i}" for i in range(1, len(widths) + 1)]
-    else:
+def _build_gates(
+    config: SkipScalingConfig, widths: Sequence[int], gate_dim: int, factory: dict[str, Any]
+) -> tuple[list[str], nn.ModuleDict]:
+    """Return the name of each skip's gate, and the gates by name. Shared and separate gates have different names."""
+    if not config.has_gates:
         return [], nn.ModuleDict()
-    width_of = dict(zip(names, widths))
-    gates = nn.ModuleDict({name: _build_gate(config, width, gate_dim) for name, width in width_of.items()})
-    _initialise(gates)
+    if config.method == "ls" and config.shared:
+        names = [f"width_{width}" for width in widths]  # one network cannot serve several widths
+    else:
+        kind = "scalar" if config.method == "learnable" else "skip"
+        names = [f"{kind}_{i}" for i in range(1, len(widths) + 1)]
+    gates = nn.ModuleDict(
+        {name: _build_gate(config, width, gate_dim, factory) for name, width in dict(zip(names, widths)).items()}
+    )
+    _init_gates(gates, factory["device"])
     return names, gates
 
 
-def _build_gate(config: SkipScalingConfig, width: int, gate_dim: int) -> nn.Module:
+def _build_gate(config: SkipScalingConfig, width: int, gate_dim: int, factory: dict[str, Any]) -> nn.Module:
     identity = config.init == "identity"
     if config.method == "learnable":
-        return SkipScalar()
+        return SkipScalar(**factory)
     if config.gate == "ie":
-        return InstanceEnhanceGate(width, gate_dim, identity)
-    return SqueezeExciteGate(width, config.reduction, config.activation, gate_dim, identity)
+        return InstanceEnhanceGate(width, gate_dim, identity, **factory)
+    return SqueezeExciteGate(width, config.reduction, config.activation, gate_dim, identity, **factory)
 
 
 @torch.no_grad()
-def _initialise(gates: nn.ModuleDict):
-    # While a checkpoint is loaded, every new parameter is put on the meta device until the file fills it in. A plain
-    # checkpoint has nothing for the gates, so they are made real at once, whatever the checkpoint will bring.
-    default_device = torch.empty(0).device
-    if any(p.is_meta for p in gates.parameters()) and default_device.type != "meta":
-        gates.to_empty(device=default_device)
+def _init_gates(gates: nn.ModuleDict, device: torch.device | str | None):
+    # While diffusers loads a checkpoint, new parameters stay on the meta device until the file fills them in. A plain
+    # checkpoint has no gates, so they get memory here.
+    device = torch.empty(0, device=device).device
+    if device.type != "meta" and any(p.is_meta for p in gates.parameters()):
+        gates.to_empty(device=device)
     for gate in gates.values():
         gate.reset_parameters()

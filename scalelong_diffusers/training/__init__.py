@@ -1,65 +1,40 @@
-"""What the training scripts stand on: flags, models, noise, the loop, checkpoints and validation."""
+"""What training scripts build on: typed configs, and one object that does all around a batch."""
 
-from scalelong_diffusers.training.arguments import (
-    fine_tuning_parser,
-    parse_fine_tuning_arguments,
-    parse_training_arguments,
-    training_parser,
+from scalelong_diffusers.data import Batch, DataConfig
+from scalelong_diffusers.options import option
+from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.training.config import (
+    ModelConfig,
+    MonitoringConfig,
+    NoiseConfig,
+    OptimizationConfig,
+    OutputConfig,
+    RunConfig,
+    TrainingConfig,
+    make_config,
+    parse_config,
 )
-from scalelong_diffusers.training.evaluation import SampleEvaluation
-from scalelong_diffusers.training.latents import check_autoencoder, check_text_encoder, encode_images
-from scalelong_diffusers.training.loop import TrainingLoop, TrainingStopped
-from scalelong_diffusers.training.models import build_model, load_vae
 from scalelong_diffusers.training.noise import NoiseProcess
-from scalelong_diffusers.training.run import (
-    check_processes,
-    mistakes_as_sentences,
-    run_script,
-    save_adapter_alone,
-    save_pipeline,
-    start,
-)
-from scalelong_diffusers.training.settings import settle
-from scalelong_diffusers.training.text import (
-    build_text_encoder,
-    check_validation_prompts,
-    grid_prompts,
-    held_out_captions,
-    leave_out,
-    load_named_text_encoder,
-    text_condition,
-)
-from scalelong_diffusers.training.validation import save_samples, validation_losses
+from scalelong_diffusers.training.run import TrainingRun
+from scalelong_diffusers.training.script import TrainingStopped, run_script
 
 
 __all__ = [
+    "Batch",
+    "DataConfig",
+    "ModelConfig",
+    "MonitoringConfig",
+    "NoiseConfig",
     "NoiseProcess",
-    "SampleEvaluation",
-    "TrainingLoop",
+    "OptimizationConfig",
+    "OutputConfig",
+    "RunConfig",
+    "SkipScalingConfig",
+    "TrainingConfig",
+    "TrainingRun",
     "TrainingStopped",
-    "build_model",
-    "build_text_encoder",
-    "check_autoencoder",
-    "check_processes",
-    "check_text_encoder",
-    "check_validation_prompts",
-    "encode_images",
-    "fine_tuning_parser",
-    "grid_prompts",
-    "held_out_captions",
-    "leave_out",
-    "load_named_text_encoder",
-    "load_vae",
-    "mistakes_as_sentences",
-    "parse_fine_tuning_arguments",
-    "parse_training_arguments",
+    "make_config",
+    "option",
+    "parse_config",
     "run_script",
-    "save_adapter_alone",
-    "save_pipeline",
-    "save_samples",
-    "settle",
-    "start",
-    "text_condition",
-    "training_parser",
-    "validation_losses",
 ]

@@ -1,11 +1,12 @@
-"""How data is noised in training, and what the model is to predict of it."""
+"""The forward diffusion process of training: timesteps, noisy samples, targets and loss weights."""
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
+
+from scalelong_diffusers.errors import UserError
 
 
 BETA_SCHEDULES = {
@@ -15,20 +16,19 @@ BETA_SCHEDULES = {
 }
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
-# The VP-SDE of U-ViT's pixel models, whose steps of 1/1000 are the linear betas.
+# The VP-SDE of U-ViT's pixel models. Its steps of 1/1000 are the linear betas.
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
 
 
 class NoiseProcess:
     """
-    x_t = alpha_t x + sigma_t noise, with alpha_t^2 + sigma_t^2 = 1, at the timesteps that the model is shown.
+    x_t = alpha_t x + sigma_t noise, with alpha_t^2 + sigma_t^2 = 1.
 
     Args:
-        scheduler: the config of a diffusers scheduler: its betas and its prediction type.
-        continuous: draw real times t ~ U(0, 1) of the VP-SDE whose steps the linear betas are, as U-ViT's pixel models
-            are trained, instead of one of the scheduler's steps. The time t is the timestep 1000 t - 1, so that the
-            scheduler's step n is the time (n + 1) / 1000.
-        snr_gamma: of min-SNR weighting; None weighs all timesteps alike.
+        scheduler: the config of a diffusers scheduler, which gives the betas and the prediction type.
+        continuous: draw times t ~ U(0, 1) of the VP-SDE that the linear betas discretize, as U-ViT's pixel models do.
+            The model is shown the timestep 1000 t - 1, so that step n of the scheduler is the time (n + 1) / 1000.
+        snr_gamma: gamma of min-SNR weighting. None weights all timesteps equally.
     """
 
     def __init__(self, scheduler: Mapping[str, Any], continuous: bool = False, snr_gamma: float | None = None):
@@ -40,33 +40,35 @@ class NoiseProcess:
         alphas_cumprod = self.scheduler.alphas_cumprod.double()
         self._alphas, self._sigmas = alphas_cumprod.sqrt().float(), (1 - alphas_cumprod).sqrt().float()
         if continuous and self.scheduler.config.beta_schedule != "linear":
-            raise ValueError(
-                "--continuous_time is the continuous form of linear betas, got --ddpm_beta_schedule "
-                f"{self.scheduler.config.beta_schedule}"
+            raise UserError(
+                f"--continuous_time needs --ddpm_beta_schedule linear, got {self.scheduler.config.beta_schedule}"
             )
 
     @classmethod
-    def from_arguments(cls, args: argparse.Namespace) -> "NoiseProcess":
+    def from_options(
+        cls, beta_schedule: str, prediction_type: str, continuous: bool, snr_gamma: float | None
+    ) -> "NoiseProcess":
+        """Return the process of a training config's options."""
         scheduler = {
             "num_train_timesteps": 1000,
-            "beta_schedule": args.ddpm_beta_schedule,
-            **BETA_SCHEDULES[args.ddpm_beta_schedule],
-            "prediction_type": args.prediction_type,
+            "beta_schedule": beta_schedule,
+            **BETA_SCHEDULES[beta_schedule],
+            "prediction_type": prediction_type,
         }
-        return cls(scheduler, args.continuous_time, args.snr_gamma)
+        return cls(scheduler, continuous, snr_gamma)
 
     def timesteps(self, uniform: torch.Tensor) -> torch.Tensor:
-        """The timesteps for numbers in [0, 1)."""
+        """Return the timesteps for numbers in [0, 1)."""
         if self.continuous:
             return uniform * self.num_timesteps - 1
-        return (uniform.double() * self.num_timesteps).long()
+        return (uniform * self.num_timesteps).long()
 
     def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         alpha, sigma = self._alpha_sigma_like(clean, timesteps)
         return alpha * clean + sigma * noise
 
     def target(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """What the model is to predict."""
+        """Return what the model must predict."""
         if self.prediction_type == "epsilon":
             return noise
         if self.prediction_type == "sample":
@@ -76,11 +78,11 @@ class NoiseProcess:
 
     def weights(self, timesteps: torch.Tensor) -> torch.Tensor:
         """
-        What each sample's loss counts: min(SNR, gamma) where x is predicted (min-SNR, arXiv 2303.09556), and the same
-        in terms of the other predictions.
+        Return the loss weight of each sample: min(SNR, gamma) if the model predicts x (min-SNR, arXiv 2303.09556), and
+        the equivalent for the other prediction types.
         """
         if self.snr_gamma is None:
-            return torch.ones(timesteps.shape, device=timesteps.device)
+            return torch.ones_like(timesteps, dtype=torch.float32)
         alpha, sigma = self._alpha_sigma(timesteps)
         snr = (alpha / sigma) ** 2
         if self.prediction_type == "epsilon":
@@ -99,5 +101,6 @@ class NoiseProcess:
             t = (timesteps + 1) / self.num_timesteps
             integral = _BETA_MIN * t + (_BETA_MAX - _BETA_MIN) * t**2 / 2  # of beta, from 0 to t
             return torch.exp(-integral / 2), torch.sqrt(-torch.expm1(-integral))
+        # Moved once, in the first step.
         self._alphas, self._sigmas = self._alphas.to(timesteps.device), self._sigmas.to(timesteps.device)
         return self._alphas[timesteps], self._sigmas[timesteps]

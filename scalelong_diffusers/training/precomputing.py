@@ -1,8 +1,9 @@
-"""The folder of features while it is written: by several processes, and by another start where one was killed."""
+"""Write a folder of precomputed latents, with several processes, and resume it after an interruption."""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,78 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
-from scalelong_diffusers.data import TrainingData, UnreadableImage
-from scalelong_diffusers.data.draws import Draws
+from scalelong_diffusers.data import Batch, DataConfig, TrainingData, UnreadableImage
+from scalelong_diffusers.data.batch import Draws
 from scalelong_diffusers.data.images import Transform
 from scalelong_diffusers.data.precomputed import (
-    EMPTY_CAPTION_FILE,
     FORMAT_VERSION,
     INDEX_FILE,
+    is_complete_shard,
     read_index,
     save_empty_caption,
     save_shard,
-    shard_is_complete,
     shard_path,
+    transform_settings,
 )
 from scalelong_diffusers.data.sources import Source
 from scalelong_diffusers.data.stream import ImageRows, Stream
-from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import write_json
+from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
+from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
+from scalelong_diffusers.training.latents import encode_moments, text_encoder_checksum, weights_checksum
+from scalelong_diffusers.training.models import load_vae
+from scalelong_diffusers.training.text import load_text_encoder_for_training
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+class Encoders:
+    """
+    The frozen encoders whose outputs are stored.
+
+    Args:
+        vae: folder or id of the autoencoder.
+        text_encoder: folder or id of the text encoder. None: captions are not encoded.
+        dtype: dtype of the stored outputs, a key of `DTYPES`.
+    """
+
+    def __init__(self, vae: str, text_encoder: str | None = None, dtype: str = "fp32"):
+        device = processes().device
+        self.vae_name, self.text_encoder_name, self.dtype = vae, text_encoder, dtype
+        self.vae = load_vae(vae, device)
+        self.text = None if text_encoder is None else load_text_encoder_for_training(text_encoder, device)
+
+    def moments(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return means and log variances of the latents."""
+        return encode_moments(pixels.to(self.vae.device), self.vae).to("cpu", DTYPES[self.dtype])
+
+    @torch.no_grad()
+    def text_states(self, captions: list[str]) -> torch.Tensor:
+        """Return the hidden states of captions."""
+        text_encoder, tokenizer = self.text
+        ids = tokenize(captions, tokenizer, max_tokens(text_encoder, tokenizer))
+        return hidden_states(ids.to(text_encoder.device), text_encoder).to("cpu", DTYPES[self.dtype])
+
+    def description(self) -> dict[str, Any]:
+        """Return names and checksums for the index."""
+        text_encoder = None
+        if self.text is not None:
+            text_encoder = {
+                "name": self.text_encoder_name,
+                "checksum": text_encoder_checksum(*self.text),
+                "max_tokens": max_tokens(*self.text),
+            }
+        autoencoder = {"name": self.vae_name, "checksum": weights_checksum(self.vae)}
+        return {"autoencoder": autoencoder, "text_encoder": text_encoder, "dtype": self.dtype}
 
 
 @dataclass(frozen=True)
-class RowsToEncode:
-    """All that the data set has of a row, neither mirrored nor drawn; an image that can not be read leaves a gap."""
+class _RowsToEncode:
+    """Reads the image, label and all captions of a row. With `skip_bad`, an unreadable image becomes a black one."""
 
     source: Source
     transform: Transform
@@ -56,39 +107,49 @@ class RowsToEncode:
 
 
 @dataclass(frozen=True)
-class ShardToWrite:
+class _ShardToWrite:
     file: Path
-    rows: RowsToEncode
+    rows: _RowsToEncode
     indices: np.ndarray
-
-    def is_complete(self) -> bool:
-        return shard_is_complete(self.file)
 
     def batches(self, batch_size: int, num_workers: int) -> DataLoader:
         stream = Stream("precompute", self.rows, self.indices, seed=0, endless=False, skip_bad=False)
         return stream.batches(batch_size, num_workers=num_workers)
 
     def write(self, batches: list[dict[str, torch.Tensor | list]]):
-        """Columns of the shard's batches in their order, with `all_captions` and `unreadable` among them."""
         joined = {name: [entry for batch in batches for entry in batch[name]] for name in batches[0]}
         reasons = joined.pop("unreadable")
         captions = joined.pop("all_captions", [])
         columns = {name: torch.stack(entries).contiguous() for name, entries in joined.items()}
         unreadable = {row: reason for row, reason in enumerate(reasons) if reason is not None}
-        atomic_write(self.file, lambda partial: save_shard(partial, columns, captions, unreadable))
+        save_shard(self.file, columns, captions, unreadable)
 
 
-class FeatureWriter:
+class PrecomputedWriter:
     """
-    Shards that are there are kept, once they are read and found whole; the index says at last that all are there.
+    Encodes a dataset and writes the shards, with all processes together.
 
-    Args:
-        made_of: encoders, transform, data and format: what has to be the same where another start goes on.
+    Complete shards of an interrupted run are kept. The index marks the folder as finished at the end.
     """
 
-    def __init__(self, folder: Path, data: TrainingData, made_of: dict[str, Any], on_bad_image: str):
-        self.folder = folder
-        self.made_of = made_of
+    def __init__(self, folder: str, config: DataConfig, data: TrainingData, encoders: Encoders, rows_per_shard: int):
+        self.folder = Path(folder)
+        self.config = config
+        self.encoders = encoders
+        rows = data.train.rows
+        columns = {
+            "moments": True,
+            "mirrored_moments": config.random_flip,
+            "labels": rows.needs_labels,
+            "text_states": rows.needs_captions,
+        }
+        # What must be the same to resume, and is checked by training.
+        self.made_of = encoders.description() | {
+            "transform": transform_settings(config, data.channels),
+            "data": data.fingerprint,
+            "columns": [name for name, is_stored in columns.items() if is_stored],
+            "rows_per_shard": rows_per_shard,
+        }
         self.images = {
             "description": data.description,
             "channels": data.channels,
@@ -96,72 +157,91 @@ class FeatureWriter:
             "class_names": data.class_names,
             "first_image_size": list(data.first_image_size),
         }
-        rows = data.train.rows
-        sources = {"train": rows.source}
-        if data.validation.rows.source is not rows.source:
-            sources["validation"] = data.validation.rows.source
+        sources = {"train": rows.source, "validation": data.validation.rows.source}
         plain = dataclasses.replace(rows.transform, random_flip=False)
+        skip_bad = config.on_bad_image == "skip"
         self._rows = {
-            name: RowsToEncode(source, plain, rows.needs_labels, rows.needs_captions, on_bad_image == "skip")
+            name: _RowsToEncode(source, plain, rows.needs_labels, rows.needs_captions, skip_bad)
             for name, source in sources.items()
+            if name == "train" or source is not rows.source
         }
 
-    def begin(self):
-        """Refuse a folder of other features; call it in one process."""
+    def write(self, batch_size: int) -> int:
+        """Write all shards that are missing or damaged. Returns the size of all shards in bytes."""
+        run_on_main_process(self._prepare_folder)
+        if self.encoders.text is not None:
+            run_on_main_process(
+                lambda: save_empty_caption(self.folder, self.encoders.text_states([""])[0].contiguous())
+            )
+        state = processes()
+        own = self._shards(state.process_index, state.num_processes)
+        # All processes take the same number of turns, so that a failure in one stops the others after their turn.
+        turns = [shard for _, shard in zip_longest(self._shards(0, state.num_processes), own)]
+        for shard in tqdm(turns, desc="shards", disable=not state.is_local_main_process):
+            run_on_all_processes(partial(self._write_shard, shard, batch_size))
+        return run_on_main_process(self._finish)
+
+    def _prepare_folder(self):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"--output_dir {self.folder} can not be written: {error}") from error
-        before = read_index(self.folder)
-        if before is None and any(self.folder.iterdir()):
-            raise ValueError(f"--output_dir {self.folder} is not empty and holds no features: give another folder")
-        changed = [] if before is None else _differences(before["made_of"], self.made_of)
+            raise UserError(f"cannot create output_dir {self.folder}: {error}") from error
+        index = read_index(self.folder)
+        if index is None and any(self.folder.iterdir()):
+            raise UserError(f"output_dir {self.folder} contains other files: choose an empty or new folder")
+        changed = [] if index is None else _differences(index["made_of"], self.made_of)
         if changed:
-            raise ValueError(
-                f"--output_dir {self.folder} holds other features: {'; '.join(changed)}; give the same, or another "
-                "folder"
+            raise UserError(
+                f"output_dir {self.folder} holds other precomputed latents: {'; '.join(changed)}; use the same "
+                "settings to resume, or another folder"
             )
-        for partial in self.folder.glob(".*.part"):
-            partial.unlink()
+        for partial_file in self.folder.glob(".*.part"):
+            partial_file.unlink()
         self._write_index(finished=False)
 
-    def shards(self, rank: int = 0, num_processes: int = 1) -> Iterator[ShardToWrite]:
-        """Those of one process."""
+    def _shards(self, rank: int, num_processes: int) -> Iterator[_ShardToWrite]:
+        """Yield the shards of one process."""
         per_shard = self.made_of["rows_per_shard"]
         for name, rows in self._rows.items():
             starts = range(0, len(rows.source), per_shard)
             for number, start in list(enumerate(starts))[rank::num_processes]:
                 indices = np.arange(start, min(start + per_shard, len(rows.source)))
-                yield ShardToWrite(shard_path(self.folder, name, number), rows, indices)
+                yield _ShardToWrite(shard_path(self.folder, name, number), rows, indices)
 
-    def turns(self, rank: int, num_processes: int) -> list[ShardToWrite | None]:
-        """The shards of one process, and None where only others have one left: all have as many turns."""
-        most = self.shards(0, num_processes)
-        return [shard for _, shard in zip_longest(most, self.shards(rank, num_processes))]
+    def _write_shard(self, shard: _ShardToWrite | None, batch_size: int):
+        if shard is not None and not is_complete_shard(shard.file):
+            batches = shard.batches(batch_size, self.config.dataloader_num_workers)
+            shard.write([self._encode(batch) for batch in batches])
 
-    def write_empty_caption(self, states: torch.Tensor):
-        atomic_write(self.folder / EMPTY_CAPTION_FILE, lambda file: save_empty_caption(file, states))
+    def _encode(self, batch: Batch) -> dict[str, torch.Tensor | list]:
+        columns = {k: column for k, column in batch.columns.items() if k != "pixel_values"}
+        columns["moments"] = self.encoders.moments(batch["pixel_values"])
+        if self.config.random_flip:
+            columns["mirrored_moments"] = self.encoders.moments(batch["pixel_values"].flip(-1))
+        if self.encoders.text is not None:
+            captions = [caption for row in batch["all_captions"] for caption in row]
+            columns["text_states"] = self.encoders.text_states(captions)
+        return columns
 
-    def finish(self) -> int:
-        """Say that all is there, and return how many bytes that is; call it in one process."""
+    def _finish(self) -> int:
         self._write_index(finished=True)
-        return sum(shard.file.stat().st_size for shard in self.shards())
+        return sum(shard.file.stat().st_size for shard in self._shards(0, 1))
 
     def _write_index(self, finished: bool):
         splits = {name: {"rows": len(rows.source)} for name, rows in self._rows.items()}
         if finished:
             for name in splits:
-                files = [shard.file for shard in self.shards() if shard.file.name.startswith(f"{name}-")]
+                files = [shard.file for shard in self._shards(0, 1) if shard.file.name.startswith(f"{name}-")]
                 splits[name]["bytes"] = [file.stat().st_size for file in files]
         index = {"format_version": FORMAT_VERSION, "finished": finished, "made_of": self.made_of}
         write_json(self.folder / INDEX_FILE, {**index, "images": self.images, "splits": splits})
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    names = [name for name in now if _nameless(before.get(name)) != _nameless(now[name])]
-    return [f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in names]
+    changed = [name for name in now if _without_name(before.get(name)) != _without_name(now[name])]
+    return [f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in changed]
 
 
-def _nameless(made_of: Any) -> Any:
-    """An encoder is known by its weights, wherever it was loaded from."""
-    return {k: v for k, v in made_of.items() if k != "name"} if isinstance(made_of, dict) else made_of
+def _without_name(value: Any) -> Any:
+    # Encoders are compared by their weights, and may be loaded from elsewhere.
+    return {key: v for key, v in value.items() if key != "name"} if isinstance(value, dict) else value

@@ -1,11 +1,13 @@
-"""The beginning and the end of a run: its folder, its settings, and the pipeline that it leaves behind."""
+"""`TrainingRun`: the object that a training script talks to. It yields batches, and the script computes the loss."""
 
-import argparse
+import dataclasses
+import math
 import os
-import shutil
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager, suppress
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,139 +15,602 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import ProjectConfiguration
-from diffusers import DiffusionPipeline
+from accelerate.utils import ProjectConfiguration, set_seed
+from diffusers import AutoencoderKL, DiffusionPipeline, ModelMixin
+from diffusers.training_utils import EMAModel
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
+from safetensors import SafetensorError
+from torch import nn
+from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from scalelong_diffusers.errors import did_you_mean
-from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, save_adapter
-from scalelong_diffusers.hub.model_card import CardFacts
-from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
-from scalelong_diffusers.training.checkpoints import Checkpoints, replace_folder
-from scalelong_diffusers.training.loop import TrainingLoop, TrainingStopped, on_main_process
+from scalelong_diffusers.data import Batch, TrainingData, UnreadableImage, load_training_data
+from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.files import write_json
+from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE
+from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.patching import set_skip_scaling_strength, skip_connections
+from scalelong_diffusers.processes import run_on_main_process
+from scalelong_diffusers.randomness import generator_for, seed_for
+from scalelong_diffusers.training import saving
+from scalelong_diffusers.training.checkpoints import Checkpoints
+from scalelong_diffusers.training.config import RunConfig, check_same_settings, settings_of
+from scalelong_diffusers.training.latents import check_autoencoder, encode_images
+from scalelong_diffusers.training.metrics_file import MetricsFile
+from scalelong_diffusers.training.models import build_model, load_vae
+from scalelong_diffusers.training.monitoring import SampleEvaluation, save_sample_grid, validation_losses
+from scalelong_diffusers.training.noise import NoiseProcess
+from scalelong_diffusers.training.script import TrainingStopped
+from scalelong_diffusers.training.state import load_state, read_state, save_state
+from scalelong_diffusers.training.step import OptimizerStep
 
 
-def run_script(main: Callable[[], None]):
-    """Run a training script's `main`; a run that can not begin or go on ends in one line on stderr, and exit code."""
-    try:
-        main()
-        return
-    except TrainingStopped as error:
-        stopped = error
-    except KeyboardInterrupt:
-        message = (
-            "interrupted at once; --resume_from_checkpoint latest goes on from the last checkpoint, if there is one"
+SETTINGS_FILE = "settings.json"
+DEFAULT_BATCH_SIZE = 16
+
+Models = Mapping[str, nn.Module]
+LossesOf = Callable[[Models, Batch], torch.Tensor]
+MakeImages = Callable[[Sequence[int]], list[Image.Image]]
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """What depends on the data and the number of processes."""
+
+    train_batch_size: int  # per process and forward pass
+    total_batch_size: int  # per optimizer step
+    max_train_steps: int
+
+    @classmethod
+    def of(cls, config: RunConfig, num_processes: int, num_samples: int) -> "RunSize":
+        options = config.optimization
+        shares = num_processes * options.gradient_accumulation_steps
+        per_process = options.train_batch_size
+        if per_process is None and options.total_batch_size is None:
+            per_process = DEFAULT_BATCH_SIZE
+        elif per_process is None:
+            per_process, rest = divmod(options.total_batch_size, shares)
+            if rest or not per_process:
+                raise UserError(
+                    f"--total_batch_size {options.total_batch_size} is not divisible by {num_processes} processes x "
+                    f"{options.gradient_accumulation_steps} accumulations: pass --train_batch_size"
+                )
+        total = per_process * shares
+        if total > num_samples:
+            raise UserError(
+                f"a step takes {total} images (--train_batch_size {per_process} x --gradient_accumulation_steps "
+                f"{options.gradient_accumulation_steps} x {num_processes} processes), but there are only "
+                f"{num_samples} to train on: use a smaller batch"
+            )
+        steps = options.max_train_steps or math.ceil(num_samples * options.num_train_epochs / total)
+        return cls(per_process, total, steps)
+
+
+@dataclass
+class Progress:
+    """What has happened since the last log line. Checkpoints keep it, so that a resumed run logs the same lines."""
+
+    loss_sum: float = 0.0
+    finite_steps: int = 0
+    nonfinite_in_a_row: int = 0
+    logged_at: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class TrainingRun:
+    """
+    Resumes, accumulates, averages, saves and logs around the loss that a script computes.
+
+    ```python
+    run = TrainingRun(config)
+    data = run.load_data()
+    unet = run.build_model()
+    run.start({"unet": unet})
+    for batch in run:
+        run.step(losses_of(run.models, batch))
+        if run.is_due(config.monitoring.validation_steps):
+            run.validate(losses_of)
+    run.save(pipeline())
+    ```
+
+    Between two logging steps nothing waits for the device.
+    """
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.folder = Path(config.output.output_dir)
+        _check_tracker(config.monitoring.report_to)
+        # A pipeline or text encoder is loaded or saved often, and what ends a run must stand out on stderr.
+        for library in (diffusers_logging, transformers_logging):
+            library.disable_progress_bar()
+        self.accelerator = Accelerator(
+            mixed_precision=config.optimization.mixed_precision,
+            gradient_accumulation_steps=config.optimization.gradient_accumulation_steps,
+            log_with=None if config.monitoring.report_to == "none" else config.monitoring.report_to,
+            project_config=ProjectConfiguration(
+                project_dir=self.folder, logging_dir=self.folder / config.monitoring.logging_dir
+            ),
         )
-        stopped = TrainingStopped(message, exit_code=130)
-    # What all processes say is said once on each machine.
-    if not stopped.shared or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
-    if torch.distributed.is_initialized():
-        # What DDP holds is not taken apart in a safe order here, and torch waits for ever then.
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(stopped.exit_code)
-    sys.exit(stopped.exit_code)
+        check_processes(self.accelerator)
+        if self.accelerator.gradient_accumulation_steps != config.optimization.gradient_accumulation_steps:
+            raise UserError(
+                f"accelerate is configured for {self.accelerator.gradient_accumulation_steps} accumulation steps and "
+                f"--gradient_accumulation_steps is {config.optimization.gradient_accumulation_steps}: make them equal"
+            )
+        torch.backends.cuda.matmul.allow_tf32 = config.optimization.allow_tf32
+        self.device = self.accelerator.device
+        self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self.global_step = 0
+        self.progress = Progress()
+        self.vae: AutoencoderKL | None = None
+        self.latent_scale: float | None = None  # the autoencoder's own
+        self.data: TrainingData | None = None
+        self._signal = 0
+        run_on_main_process(self._prepare_folder)
 
+    # Set-up
 
-@contextmanager
-def mistakes_as_sentences(interrupted: str = "interrupted before the first step"):
-    """Around all that comes before training: what was asked wrongly ends the run with a sentence and exit code 2."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        raise TrainingStopped(" ".join(str(error).split()), exit_code=2, shared=True) from error
-    except KeyboardInterrupt as error:
-        raise TrainingStopped(interrupted, exit_code=130) from error
+    def load_vae(self) -> AutoencoderKL | None:
+        """Load the frozen autoencoder of a latent model; None for a pixel model."""
+        source = self.config.model.pretrained_vae_model_name_or_path
+        self.vae = None if source is None else load_vae(source, self.device)
+        self.latent_scale = self.config.model.latent_scale
+        return self.vae
 
+    def load_data(
+        self,
+        needs_labels: bool = False,
+        needs_captions: bool = False,
+        channels: int | None = None,
+        resolution: int | None = None,
+    ) -> TrainingData:
+        """
+        Load the data of the config.
 
-def start(args: argparse.Namespace) -> Accelerator:
-    """The accelerator, once it is known that the output folder can be written and holds no other run."""
-    folder = Path(args.output_dir)
-    _check_tracker(args.report_to)
-    # For each pipeline and text encoder that is read or written: what ends a run is to stand alone on stderr.
-    for library in (diffusers_logging, transformers_logging):
-        library.disable_progress_bar()
-    accelerator = Accelerator(
-        mixed_precision=args.mixed_precision,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        log_with=None if args.report_to == "none" else args.report_to,
-        project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / args.logging_dir),
-    )
-    check_processes(accelerator)
-    # accelerate may have been told by its launcher or its config file, too.
-    args.mixed_precision = accelerator.mixed_precision
-    if accelerator.gradient_accumulation_steps != args.gradient_accumulation_steps:
-        raise ValueError(
-            f"accelerate is set up for {accelerator.gradient_accumulation_steps} accumulations, and "
-            f"--gradient_accumulation_steps is {args.gradient_accumulation_steps}: give the same"
+        Args:
+            channels: of the images; what the autoencoder or the images have by default.
+            resolution: of the images, if the config leaves it open.
+        """
+        if channels is None and self.vae is not None:
+            channels = self.vae.config.in_channels
+        self.resolution = self.config.data.resolution or resolution
+        self.data = load_training_data(
+            dataclasses.replace(self.config.data, resolution=self.resolution),
+            channels=channels,
+            needs_labels=needs_labels,
+            needs_captions=needs_captions,
+            seed=self.config.optimization.seed,
         )
-    _share_out_batch(args, accelerator.num_processes)
-    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
-    on_main_process(accelerator, lambda: _prepare_folder(args, folder))
-    return accelerator
+        return self.data
+
+    def build_model(self, num_class_embeds: int | None = None, text: Mapping[str, Any] | None = None) -> ModelMixin:
+        """
+        Build the model of `--preset`, `--model_config_name_or_path` or `--model_type`, with scaled skips.
+
+        Args:
+            num_class_embeds: the number of classes, with the null class if there is one.
+            text: `cross_attention_dim` and `context_length` of the text encoder, for a built-in small model.
+        """
+        check_autoencoder(self.data, self.vae, self.config.model.pretrained_vae_model_name_or_path)
+        return build_model(self.config, self.data, self.vae, num_class_embeds, text)
+
+    def noise_process(self) -> NoiseProcess:
+        """Return the noise process of the config."""
+        noise = self.config.noise
+        return NoiseProcess.from_options(
+            noise.ddpm_beta_schedule, noise.prediction_type, noise.continuous_time, self.config.optimization.snr_gamma
+        )
+
+    def start(
+        self,
+        modules: dict[str, nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        warmup_steps: int | None = None,
+    ):
+        """
+        Prepare training, and resume if the config says so.
+
+        Args:
+            modules: the trained models, by the names of their folders in a checkpoint.
+            optimizer: the fused AdamW of the config by default. Another one waits for the device in each step, unless
+                it can skip a step by `found_inf`.
+            warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
+        """
+        options = self.config.optimization
+        self.modules = modules
+        self.size = RunSize.of(self.config, self.accelerator.num_processes, self.data.train.num_samples)
+        self._warmup_steps = options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps
+        self.settings = self._describe_settings()
+        evaluates = self.config.monitoring.eval_steps > 0
+        self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
+        for module in modules.values():
+            module.to(self.device).train()
+            if options.gradient_checkpointing:
+                _enable_gradient_checkpointing(module)
+            if options.compile:
+                module.compile()
+        named_parameters = {
+            f"{name}.{key}": parameter
+            for name, module in modules.items()
+            for key, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.optimizer_step = OptimizerStep(
+            options, self.accelerator, named_parameters, optimizer, self.size.max_train_steps
+        )
+        # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
+        wrapped = [self.accelerator.prepare(module) for module in modules.values()]
+        self.models = dict(zip(modules, wrapped))
+        self._full_strength = {
+            module: module.skip_scaler.config.strength
+            for module in modules.values()
+            if isinstance(module, SkipScalingMixin)
+        }
+        self._figures: dict[str, Any] = {}
+        self._unreadable: set[str] = set()
+        self._seconds = 0.0
+        if self.config.output.resume_from_checkpoint is not None:
+            self._resume(self.config.output.resume_from_checkpoint)
+        self.optimizer_step.set_learning_rate(self.global_step)
+        self.write("the settings", self._write_settings)
+        self.write("the log", lambda: self.metrics.resume_at(self.global_step))
+        if self.config.monitoring.report_to != "none":
+            plain = {name: value for name, value in self.settings.items() if isinstance(value, int | float | str)}
+            self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
+
+    @property
+    def ema(self) -> EMAModel | None:
+        return self.optimizer_step.ema
+
+    # The loop
+
+    def __iter__(self) -> Iterator[Batch]:
+        accumulation = self.config.optimization.gradient_accumulation_steps
+        batches = self.data.train.batches(
+            batch_size=self.size.train_batch_size,
+            first_step=self.global_step,
+            num_steps=self.size.max_train_steps - self.global_step,
+            accumulation=accumulation,
+            num_processes=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
+            num_workers=self.config.data.dataloader_num_workers,
+        )
+        with self._progress_bar(), self._catching_signals():
+            self._started = time.perf_counter()
+            # Counted from the first batch of this process, which begins a step also if the run was resumed.
+            for count, batch in enumerate(self._readable(batches)):
+                self._begin(count % accumulation)
+                with self.accelerator.accumulate(*self.models.values()):
+                    yield batch.to(self.device)
+                if self.accelerator.sync_gradients:
+                    self._end_step()
+                self._started = time.perf_counter()
+
+    def step(self, losses: torch.Tensor):
+        """Take the losses of a batch, one for each sample. The last batch of a step moves the parameters."""
+        self.optimizer_step.backward(losses.mean())
+        if self.accelerator.sync_gradients:
+            self.optimizer_step.update()
+            self.global_step += 1
+            self.optimizer_step.set_learning_rate(self.global_step)
+            self._bar.update()
+        self._seconds += time.perf_counter() - self._started
+
+    def is_due(self, every: int) -> bool:
+        """Return whether a step has just ended that is a multiple of `every`, or the last one. 0 means never."""
+        if not every or not self.accelerator.sync_gradients:
+            return False
+        return self.global_step % every == 0 or self.global_step == self.size.max_train_steps
+
+    def validate(self, losses_of: LossesOf):
+        """Log the loss on the held-out images, whose noise and timesteps are always the same."""
+        self.record(validation_losses(self, losses_of))
+
+    def save_samples(self, make_images: MakeImages, count: int | None = None):
+        """Save a grid of images. `make_images` returns the images with the given numbers."""
+        save_sample_grid(self, make_images, self.config.monitoring.num_samples if count is None else count)
+
+    def evaluate(self, make_images: MakeImages):
+        """Log FID and KID of images. All processes call `make_images`, each for its share of the numbers."""
+        self.record(self._evaluation.figures(self, make_images))
+
+    def record(self, figures: dict[str, Any]):
+        """Add figures to the log line of this step."""
+        self._figures.update(figures)
+
+    def encode_images(self, batch: Batch) -> torch.Tensor:
+        """Return the pixels of a batch, or newly drawn latents of a latent model."""
+        return encode_images(batch, self.vae, self.latent_scale)
+
+    def generators(self, numbers: Iterable[int]) -> list[torch.Generator]:
+        """Return the generators of the samples with these numbers, which are the same at every step."""
+        return [generator_for(self.config.optimization.seed, "sample", k) for k in numbers]
+
+    def save(self, pipeline: DiffusionPipeline, card: Mapping[str, Any] | None = None):
+        """
+        End the run: save the pipeline with EMA weights into the run's folder, and push it if the config says so.
+
+        Args:
+            card: fields of `CardFacts` that the run does not know.
+        """
+        saving.save_pipeline(self, pipeline, card or {})
+
+    def save_adapter(self, pipeline: DiffusionPipeline, base_model: str):
+        """End the run like `save`, but save only the LoRA and the skip scaling, to be loaded into `base_model`."""
+        saving.save_adapter(self, pipeline, base_model)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._signal != 0
+
+    def say(self, text: str):
+        """Print a line once, above the progress bar."""
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
+
+    @contextmanager
+    def evaluating(self, with_ema: bool = True):
+        """Switch the models to eval mode with EMA weights, and restore them afterwards."""
+        with_ema = with_ema and self.ema is not None
+        parameters = self.optimizer_step.parameters
+        if with_ema:
+            self.ema.store(parameters)
+            self.ema.copy_to(parameters)
+        for module in self.modules.values():
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in self.modules.values():
+                module.train()
+            if with_ema:
+                self.ema.restore(parameters)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """Yield this process's share of the held-out images."""
+        batches = self.data.validation.batches(
+            batch_size=self.size.train_batch_size,
+            num_processes=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
+            num_workers=self.config.data.dataloader_num_workers,
+        )
+        for batch in self._readable(batches):
+            yield batch.to(self.device)
+
+    def write(self, what: str, function: Callable[[], Any]):
+        """Write something in one process while the others wait. A full disk ends the run with one line."""
+
+        def attempt():
+            try:
+                function()
+            except (OSError, SafetensorError) as error:
+                steps = self.checkpoints.steps()
+                last = (
+                    f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
+                )
+                reason = " ".join(str(error).split())
+                raise TrainingStopped(f"cannot write {what}: {reason}; {last}", on_all_processes=True) from error
+
+        run_on_main_process(attempt)
+
+    def finish(self):
+        """End the trackers and the process group."""
+        # DDP must let go of the process group first: torch waits forever if it is the last to hold it.
+        self.models.clear()
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
+    # Around a batch
+
+    def _begin(self, micro_step: int):
+        # Dropout depends on the seed, the step and the process.
+        seed = seed_for(
+            self.config.optimization.seed, "layers", self.global_step, micro_step, self.accelerator.process_index
+        )
+        set_seed(seed >> 32)
+        if micro_step == 0:
+            self._warm_up(self.global_step)
+
+    def _warm_up(self, step: int):
+        """Set the strength of the scaling in a step, counted from 0."""
+        if self._warmup_steps:
+            for module, strength in self._full_strength.items():
+                set_skip_scaling_strength(module, strength * min(1.0, step / self._warmup_steps))
+
+    def _end_step(self):
+        log = self.is_due(self.config.monitoring.logging_steps) or bool(self._figures)
+        save = self.is_due(self.config.output.checkpointing_steps)
+        # One process can stop at any step. Several must agree, which they do when they wait for the device anyway.
+        stop = self.is_stopping and self.accelerator.num_processes == 1
+        if log or save or stop:
+            stop = self._look()
+        if log:
+            self._log()
+        if save or stop:
+            self.save_checkpoint()
+        if stop and self.global_step < self.size.max_train_steps:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+            number = self._signal or signal.SIGTERM
+            raise TrainingStopped(
+                f"stopped by {signal.Signals(number).name} after step {self.global_step} of "
+                f"{self.size.max_train_steps}; the same command with --resume_from_checkpoint latest resumes",
+                exit_code=128 + number,
+                on_all_processes=True,
+            )
+
+    def _look(self) -> bool:
+        """Wait for the device, add up what happened, and return whether a process was asked to stop."""
+        started = time.perf_counter()
+        seen = self.optimizer_step.look(self.is_stopping)
+        self._seconds += time.perf_counter() - started
+        self._grad_norm = seen.grad_norm
+        self.progress.loss_sum += seen.loss_sum
+        self.progress.finite_steps += seen.finite_steps
+        self.progress.nonfinite_in_a_row = seen.nonfinite_in_a_row
+        if seen.longest_nonfinite_run:
+            self._report_nonfinite_steps(seen.longest_nonfinite_run)
+        return seen.interrupted
+
+    def _report_nonfinite_steps(self, longest_run: int):
+        self.say(
+            f"warning: step {self.global_step}: up to {longest_run} steps in a row had a non-finite loss or gradient, "
+            "and their updates were skipped"
+        )
+        limit = self.config.optimization.max_nonfinite_losses
+        if longest_run >= limit and not self.optimizer_step.scaler_can_help():
+            raise TrainingStopped(
+                f"step {self.global_step}: {longest_run} steps in a row had a non-finite loss or gradient; try a "
+                "lower --learning_rate, a longer --lr_warmup_steps, --mixed_precision bf16 or no, or look at the data",
+                on_all_processes=True,
+            )
+
+    def _log(self):
+        step, progress = self.global_step, self.progress
+        images = (step - progress.logged_at) * self.size.total_batch_size
+        line = {
+            "step": step,
+            "epoch": step * self.size.total_batch_size / self.data.train.num_samples,
+            "loss": progress.loss_sum / progress.finite_steps if progress.finite_steps else math.nan,
+            "grad_norm": self._grad_norm,
+            "lr": self.optimizer_step.learning_rate,
+            **self._figures,
+            "images_per_second": images / self._seconds,
+        }
+        self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row, logged_at=step)
+        self._figures, self._seconds = {}, 0.0
+        self.write("the log", lambda: self.metrics.write(line))
+        scalars = {name: value for name, value in line.items() if isinstance(value, float)}
+        self.accelerator.log(scalars, step=step)
+        self._bar.set_postfix_str(f"loss {line['loss']:.4f}, {line['images_per_second']:.0f} images/s")
+
+    # Checkpoints
+
+    def save_checkpoint(self):
+        """Save a checkpoint of the present step."""
+        step = self.global_step
+        if names := self.optimizer_step.nonfinite_weights():
+            message = f"step {step}: the weights of {', '.join(names)} are not finite, and were not saved"
+            raise TrainingStopped(message, on_all_processes=True)
+        write = partial(self.checkpoints.save, step, lambda folder: save_state(self, folder))
+        self.write(f"the checkpoint of step {step}", write)
+
+    def _resume(self, which: str):
+        path, skipped = run_on_main_process(lambda: self.checkpoints.find(which))
+        for reason in skipped:
+            self.accelerator.print(f"warning: {reason}")
+        state = read_state(path)
+        check_same_settings(
+            str(path), self.config, state["settings"], self.settings, self.config.output.allow_changed_settings
+        )
+        load_state(self, path, state)
+        # The strength of the last step, with which the models are saved if no other step follows.
+        self._warm_up(max(0, self.global_step - 1))
+        self.accelerator.print(f"resumed from {path}, after step {self.global_step}")
+
+    # Surroundings
+
+    def _prepare_folder(self):
+        try:
+            _check_writable(self.folder)
+        except OSError as error:
+            raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
+        self.checkpoints.remove_leftovers()
+        if self.config.output.resume_from_checkpoint is not None:
+            return
+        if self.checkpoints.steps():
+            raise UserError(
+                f"--output_dir {self.folder} holds another run: pass --resume_from_checkpoint latest to resume it, or "
+                "another folder"
+            )
+        contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
+        for name, what in contents.items():
+            if (self.folder / name).exists():
+                raise UserError(f"--output_dir {self.folder} holds {what}: pass another folder")
+
+    def _describe_settings(self) -> dict[str, Any]:
+        """Return all options and what they led to, and print them."""
+        train, validation = self.data.train.num_samples, self.data.validation.num_samples
+        settings = {
+            **settings_of(self.config),
+            **dataclasses.asdict(self.size),
+            "resolution": self.resolution,
+            "mixed_precision": self.accelerator.mixed_precision,
+            "skip_scaling_warmup_steps": self._warmup_steps or 0,
+            "data": f"{self.data.description}: {train:,} to train on, {validation:,} to validate with",
+            "data_fingerprint": self.data.fingerprint,
+            "model": _describe_model(self.modules["unet"]),
+        }
+        for name, value in sorted(settings.items()):
+            self.accelerator.print(f"{name}: {value}")
+        if settings["lr_scheduler"] != "constant" and settings["lr_warmup_steps"] >= self.size.max_train_steps:
+            self.accelerator.print(
+                f"warning: the learning rate warms up for {settings['lr_warmup_steps']} steps (--lr_warmup_steps), "
+                f"and the run has only {self.size.max_train_steps}"
+            )
+        return settings
+
+    def _write_settings(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / SETTINGS_FILE, self.settings)
+
+    @contextmanager
+    def _progress_bar(self):
+        layout = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}]{postfix}"
+        self._bar = tqdm(
+            total=self.size.max_train_steps,
+            initial=self.global_step,
+            disable=not self.accelerator.is_local_main_process,
+            bar_format=layout,
+        )
+        with self._bar:
+            yield
+
+    @contextmanager
+    def _catching_signals(self):
+        """Save and stop at SIGTERM and the first Ctrl-C. A second Ctrl-C stops without saving."""
+
+        def note(number, frame):
+            if self._signal == number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _readable(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Report and count unreadable images that were skipped. Others end the run with one line."""
+        try:
+            for batch in batches:
+                for name in batch.unreadable:
+                    if name not in self._unreadable:
+                        self._unreadable.add(name)
+                        tqdm.write(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
+                yield batch
+        except (UnreadableImage, OSError) as error:
+            raise TrainingStopped(str(error), exit_code=2) from error
 
 
 def check_processes(accelerator: Accelerator):
-    """Refuse processes that do not know of each other, or that share out their work otherwise than is meant here."""
+    """Raise a `UserError` if the processes do not know each other, or are not plain DDP."""
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in supported:
-        raise ValueError(
-            f"the scripts train with DDP, and accelerate is set up for {accelerator.distributed_type.value}"
+        raise UserError(f"the scripts train with DDP, but accelerate uses {accelerator.distributed_type.value}")
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        raise UserError(
+            f"{started} processes were started, but accelerate finds no GPU for them: set ACCELERATE_USE_CPU=1 to "
+            "train on CPUs"
         )
-    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
-        raise ValueError(
-            f"{os.environ['WORLD_SIZE']} processes were started, and accelerate finds no GPU for them: on CPUs set "
-            "ACCELERATE_USE_CPU=1"
-        )
-
-
-def save_pipeline(loop: TrainingLoop, pipeline: DiffusionPipeline, card: dict[str, Any] | None = None):
-    """
-    Save the pipeline with the averaged weights into the run's folder, and push it, if that is asked for.
-
-    `card` are fields of a `CardFacts` that the run does not know itself.
-    """
-    load = f'{type(pipeline).__name__}.from_pretrained("{loop.folder}")'
-    again = f'push_to_hub({load}, "{_repo_id(loop)}")'
-    _save_and_push(loop, pipeline.save_pretrained, load, partial(push_to_hub, pipeline), again, card or {})
-
-
-def save_adapter_alone(
-    loop: TrainingLoop, pipeline: DiffusionPipeline, base_model: str, card: dict[str, Any] | None = None
-):
-    """Save and push the LoRA and the scaling of the pipeline's U-Net, which are loaded into `base_model`."""
-    load = f'load_adapter(pipe, "{loop.folder}")'
-    again = f'push_adapter({load}, "{_repo_id(loop)}", "{base_model}")'
-    push = partial(push_adapter, pipeline, base_model=base_model)
-    _save_and_push(loop, partial(save_adapter, pipeline), load, push, again, card or {})
-
-
-def _save_and_push(
-    loop: TrainingLoop,
-    save: Callable[[Path], None],
-    load: str,
-    push: Callable[..., str],
-    again: str,
-    card: dict[str, Any],
-):
-    """
-    `push` takes a repository and the options of `push_to_hub`. `load` and `again` are code to be shown, that loads
-    what is saved and that tries the push once more.
-    """
-    with loop.evaluating():
-        loop.write("the pipeline", lambda: _save_into(save, loop.folder))
-        loop.accelerator.print(f"saved: {load}")
-        is_main_process = loop.accelerator.is_main_process
-        # Before the push, for which the others would wait, and in the end no longer.
-        loop.finish()
-        if loop.args.push_to_hub and is_main_process:
-            _push(loop, push, again, card)
-
-
-def _repo_id(loop: TrainingLoop) -> str:
-    return loop.args.hub_model_id or loop.folder.resolve().name
 
 
 def _check_tracker(name: str):
@@ -153,101 +618,38 @@ def _check_tracker(name: str):
         return
     if name not in LOGGER_TYPE_TO_CLASS:
         accepted = ["none", "all", *LOGGER_TYPE_TO_CLASS]
-        raise ValueError(
-            f"--report_to {name} is unknown{did_you_mean(name, accepted)}; accepted: {', '.join(accepted)}"
+        raise UserError(
+            f"--report_to must be one of {', '.join(accepted)}, got {name!r}{did_you_mean(name, accepted)}"
         )
     if name not in [tracker.value for tracker in get_available_trackers()]:
-        raise ValueError(f"--report_to {name} needs its package, which is not installed: pip install {name}")
+        raise UserError(f"--report_to {name} needs a package: pip install {name}")
 
 
-def _share_out_batch(args: argparse.Namespace, num_processes: int):
-    if args.train_batch_size is not None:
-        return
-    if args.total_batch_size is None:
-        args.train_batch_size = 16
-        return
-    shares = num_processes * args.gradient_accumulation_steps
-    if args.total_batch_size % shares:
-        raise ValueError(
-            f"preset {args.preset} has batches of {args.total_batch_size}, which {num_processes} processes x "
-            f"{args.gradient_accumulation_steps} accumulations can not share out evenly: give --train_batch_size"
-        )
-    args.train_batch_size = args.total_batch_size // shares
-
-
-def _prepare_folder(args: argparse.Namespace, folder: Path):
-    try:
-        _try_to_write(folder)
-    except OSError as error:
-        raise OSError(f"--output_dir {folder} can not be written: {error}") from error
-    checkpoints = Checkpoints(folder)
-    checkpoints.remove_leftovers()
-    if args.resume_from_checkpoint is not None:
-        return
-    # A run that ended before its first checkpoint has nothing to be lost.
-    if checkpoints.steps():
-        raise ValueError(
-            f"--output_dir {folder} holds another run: go on with it by --resume_from_checkpoint latest, or give "
-            "another folder"
-        )
-    indices = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
-    for name, what in indices.items():
-        if (folder / name).exists():
-            raise ValueError(f"--output_dir {folder} holds {what}: give another folder")
-
-
-def _try_to_write(folder: Path):
-    """What is made for it is removed again: a run that is refused leaves nothing behind."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+def _check_writable(folder: Path):
+    """Try to write into a folder, and remove what was created for this: a refused run leaves nothing behind."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
     finally:
-        for path in made:
-            with suppress(OSError):  # another run may have begun in the same parent
+        for path in created:
+            if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
 
 
-def _save_into(save: Callable[[Path], None], folder: Path):
-    """Saved aside and moved, the index of a pipeline last: an index names what is there."""
-    aside = folder / ".partial-pipeline"
-    try:
-        save(aside)
-        for path in sorted(aside.iterdir(), key=lambda path: path.name == DiffusionPipeline.config_name):
-            if path.is_dir():
-                replace_folder(path, folder / path.name)
-            else:
-                os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _describe_model(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    part = "" if trained == total else f", {trained:,} trained"
+    return f"{type(model).__name__}, {total:,} parameters{part}, {skip_connections(model).config}"
 
 
-def _push(loop: TrainingLoop, push: Callable[..., str], again: str, card: dict[str, Any]):
-    """A push that fails costs nothing but the push."""
-    args = loop.args
-    loss = loop.metrics.last("validation_loss")
-    grids = sorted((loop.folder / "samples").glob("*.png"))
-    facts = {
-        "preset": args.preset,
-        "training_data": loop.data.description,
-        "training": {
-            "steps": loop.global_step,
-            "batch size": loop.batch_size,
-            "learning rate": args.learning_rate,
-            "EMA": args.ema_decay if args.use_ema else "no",
-        },
-        "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
-        "samples": Image.open(grids[-1]) if grids else None,
-        **card,
-    }
-    try:
-        url = push(_repo_id(loop), private=args.hub_private_repo, token=args.hub_token, card=CardFacts.parse(facts))
-        print(f"pushed: {url}")
-    except (OSError, ValueError) as error:
-        print(
-            f"warning: the push to {_repo_id(loop)} failed ({error}); the model is whole in {loop.folder}: {again} "
-            "tries again",
-            file=sys.stderr,
-        )
+def _enable_gradient_checkpointing(module: nn.Module):
+    """Use the method of diffusers or of transformers."""
+    if isinstance(module, ModelMixin):
+        module.enable_gradient_checkpointing()
+    else:
+        module.gradient_checkpointing_enable()

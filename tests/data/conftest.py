@@ -1,4 +1,4 @@
-"""Data sets on the disk, made by the tests."""
+"""Small datasets on the disk."""
 
 import datasets
 import numpy as np
@@ -13,7 +13,7 @@ datasets.disable_progress_bars()
 
 @pytest.fixture
 def load(tmp_path):
-    """`load_training_data` with less to say; what `datasets` prepares stays with the test."""
+    """`load_training_data` with defaults for tests. Each test has its own cache."""
 
     def run(channels=3, needs_labels=False, needs_captions=False, seed=0, **settings):
         if "train_data_dir" in settings or "dataset_name" in settings:
@@ -31,7 +31,7 @@ def load(tmp_path):
 
 @pytest.fixture
 def image_folder(tmp_path):
-    """Makes files of 8 x 8 pixels; the red of the i-th is 10 i, so that it is known again."""
+    """Create image files of 8 x 8 pixels. The red channel of the i-th is 10 i."""
 
     def make(names, folder="pictures"):
         for i, name in enumerate(names):
@@ -45,7 +45,7 @@ def image_folder(tmp_path):
 
 @pytest.fixture
 def numbers():
-    """Which images of `image_folder` a batch has."""
+    """Return the numbers of the images of `image_folder` in a batch."""
 
     def read(batch):
         reds = (batch["pixel_values"][:, 0, 0, 0] + 1) * 12.75
@@ -56,13 +56,13 @@ def numbers():
 
 @pytest.fixture
 def png():
-    """The content of a file of one colour."""
+    """Return the content of a PNG file of one color."""
 
-    def encode(colour=(200, 0, 0), size=(8, 8), mode="RGB"):
+    def encode(color=(200, 0, 0), size=(8, 8), mode="RGB"):
         from io import BytesIO
 
         file = BytesIO()
-        Image.new(mode, size, colour).save(file, "png")
+        Image.new(mode, size, color).save(file, "png")
         return file.getvalue()
 
     return encode
@@ -70,7 +70,7 @@ def png():
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves columns as `datasets` does, and gives the folder; dicts of columns by split make a DatasetDict."""
+    """Save columns, or columns by split, with `datasets` and return the folder."""
 
     def save(columns, features=None, folder="saved"):
         def dataset(columns):

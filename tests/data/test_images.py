@@ -1,11 +1,11 @@
-"""Files of every kind are read right, and cut and scaled as asked."""
+"""Decoding image files, and the transform."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from scalelong_diffusers.data.draws import Draws
+from scalelong_diffusers.data.batch import Draws
 from scalelong_diffusers.data.images import Transform, is_gray, read_image, to_pixel_values, with_channels
 
 
@@ -26,8 +26,8 @@ def read(path, channels):
     return np.asarray(with_channels(read_image(path), channels))
 
 
-def one_colour(mode, colour):
-    return Image.new(mode, (2, 2), colour)
+def one_color(mode, color):
+    return Image.new(mode, (2, 2), color)
 
 
 def palette_image(transparent):
@@ -42,47 +42,47 @@ def sixteen_bits(value):
 
 
 KINDS = {
-    "rgb": (one_colour("RGB", (10, 20, 30)), (10, 20, 30)),
-    "grey": (one_colour("L", 77), (77, 77, 77)),
-    "black and white": (one_colour("1", 1), (255, 255, 255)),
+    "rgb": (one_color("RGB", (10, 20, 30)), (10, 20, 30)),
+    "gray": (one_color("L", 77), (77, 77, 77)),
+    "black and white": (one_color("1", 1), (255, 255, 255)),
     "16 bits": (sixteen_bits(0x8000), (128, 128, 128)),
     "16 bits, below 256": (sixteen_bits(200), (1, 1, 1)),
     "16 bits, white": (sixteen_bits(0xFFFF), (255, 255, 255)),
-    "grey, half transparent": (one_colour("LA", (0, 127)), (128, 128, 128)),
-    "transparent": (one_colour("RGBA", (10, 20, 30, 0)), (255, 255, 255)),
-    "opaque": (one_colour("RGBA", (10, 20, 30, 255)), (10, 20, 30)),
+    "gray, half transparent": (one_color("LA", (0, 127)), (128, 128, 128)),
+    "transparent": (one_color("RGBA", (10, 20, 30, 0)), (255, 255, 255)),
+    "opaque": (one_color("RGBA", (10, 20, 30, 255)), (10, 20, 30)),
 }
 
 
 @pytest.mark.parametrize(("image", "expected"), KINDS.values(), ids=KINDS)
-def test_kinds_of_pixels(file, image, expected):
+def test_converts_pixel_formats_to_rgb(file, image, expected):
     assert tuple(read(file(image), 3)[0, 0]) == expected
 
 
-def test_cmyk(file):
-    path = file(one_colour("CMYK", (0, 255, 255, 0)), "image.tif")
+def test_converts_cmyk(file):
+    path = file(one_color("CMYK", (0, 255, 255, 0)), "image.tif")
     assert tuple(read(path, 3)[0, 0]) == (255, 0, 0)
 
 
 @pytest.mark.parametrize("transparent", [False, True])
-def test_palette(file, transparent):
+def test_converts_palettes(file, transparent):
     image, options = palette_image(transparent)
     pixels = read(file(image, **options), 3)
     assert tuple(pixels[0, 0]) == (200, 100, 50)
     assert tuple(pixels[1, 1]) == ((255, 255, 255) if transparent else (0, 0, 0))
 
 
-def test_four_channels_keep_what_is_transparent(file):
-    assert tuple(read(file(one_colour("RGBA", (10, 20, 30, 40))), 4)[0, 0]) == (10, 20, 30, 40)
-    assert tuple(read(file(one_colour("L", 7)), 4)[0, 0]) == (7, 7, 7, 255)
+def test_keeps_transparency_with_four_channels(file):
+    assert tuple(read(file(one_color("RGBA", (10, 20, 30, 40))), 4)[0, 0]) == (10, 20, 30, 40)
+    assert tuple(read(file(one_color("L", 7)), 4)[0, 0]) == (7, 7, 7, 255)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turned_by_exif(file, orientation):
+def test_applies_exif_orientation(file, orientation):
     upright = np.zeros((4, 6, 3), np.uint8)
     upright[:2, :3] = (255, 0, 0)
     stored = Image.fromarray(upright)
-    as_stored = {  # by a camera that was held so
+    stored_by_camera = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
         3: Image.Transpose.ROTATE_180,
         4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -92,30 +92,30 @@ def test_turned_by_exif(file, orientation):
         8: Image.Transpose.ROTATE_270,
     }
     if orientation > 1:
-        stored = stored.transpose(as_stored[orientation])
+        stored = stored.transpose(stored_by_camera[orientation])
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = file(stored, exif=exif)
     assert (read(path, 3) == upright).all()
 
 
-def test_grey_is_told_by_the_pixels():
-    assert is_gray(one_colour("RGB", (9, 9, 9)))
-    assert is_gray(one_colour("1", 1))
-    assert is_gray(one_colour("LA", (3, 9)))
-    assert not is_gray(one_colour("RGB", (9, 9, 10)))
+def test_is_gray_looks_at_the_pixels():
+    assert is_gray(one_color("RGB", (9, 9, 9)))
+    assert is_gray(one_color("1", 1))
+    assert is_gray(one_color("LA", (3, 9)))
+    assert not is_gray(one_color("RGB", (9, 9, 10)))
     assert not is_gray(palette_image(transparent=False)[0])
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"hello", "it is no image that Pillow knows"),
-        (b"", "it is no image that Pillow knows"),
-        (None, "no such file"),
+        (b"hello", "not an image that Pillow can open"),
+        (b"", "not an image that Pillow can open"),
+        (None, "the file does not exist"),
     ],
 )
-def test_what_is_no_image_is_refused(tmp_path, content, reason):
+def test_rejects_files_that_are_not_images(tmp_path, content, reason):
     path = tmp_path / "broken.png"
     if content is not None:
         path.write_bytes(content)
@@ -124,7 +124,7 @@ def test_what_is_no_image_is_refused(tmp_path, content, reason):
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "bmp", "tif", "webp"])
-def test_half_a_file_is_refused(file, tmp_path, suffix):
+def test_rejects_truncated_files(file, tmp_path, suffix):
     rng = np.random.default_rng(0)
     path = file(Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)), f"image.{suffix}")
     content = (tmp_path / f"image.{suffix}").read_bytes()
@@ -133,19 +133,19 @@ def test_half_a_file_is_refused(file, tmp_path, suffix):
     assert read_image(path).size == (64, 64)
 
 
-def test_floating_point_pixels_are_refused(file):
-    with pytest.raises(ValueError, match="its pixels are floating-point numbers"):
+def test_rejects_floating_point_pixels(file):
+    with pytest.raises(ValueError, match="floating-point pixels have an unknown range"):
         read_image(file(Image.new("F", (2, 2)), "image.tif"))
 
 
 def ramp(width, height):
-    """Red tells the column, green the row."""
+    """Return an image with the column as red and the row as green."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0], pixels[..., 1] = np.arange(width), np.arange(height)[:, None]
     return Image.fromarray(pixels)
 
 
-def test_the_shorter_side_becomes_the_resolution():
+def test_scales_the_shorter_side_to_the_resolution():
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 255, (16, 32, 3), dtype=np.uint8)
     means = pixels.reshape(8, 2, 16, 2, 3).mean((1, 3)).round()
@@ -156,7 +156,7 @@ def test_the_shorter_side_becomes_the_resolution():
 
 @pytest.mark.parametrize("size", [(7, 5), (5, 7), (1, 9), (33, 32), (640, 427)])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_any_size_becomes_the_resolution(size, channels):
+def test_output_has_the_resolution_for_any_input(size, channels):
     transform = Transform(resolution=6, channels=channels, random_flip=True)
     for position in range(5):
         pixels = transform(Image.new("RGB", size), Draws(0, "train", position))
@@ -164,19 +164,19 @@ def test_any_size_becomes_the_resolution(size, channels):
         assert pixels.dtype == np.uint8
 
 
-def test_crop_size_cuts_before_scaling():
+def test_cuts_crop_size_before_scaling():
     cut = Transform(resolution=4, channels=3, crop_size=4)(ramp(10, 8), DRAWS)
     assert cut[0, :, 0].tolist() == [3, 4, 5, 6]
     assert cut[:, 0, 1].tolist() == [2, 3, 4, 5]
 
 
-def test_crop_size_larger_than_the_image():
-    with pytest.raises(ValueError, match="it has 10 x 8 pixels, and crop_size is 9"):
+def test_rejects_crop_size_larger_than_the_image():
+    with pytest.raises(ValueError, match="its 10 x 8 pixels are smaller than crop_size=9"):
         Transform(resolution=4, channels=3, crop_size=9)(ramp(10, 8), DRAWS)
 
 
 @pytest.mark.parametrize("upright", [False, True])
-def test_random_crops_reach_from_end_to_end(upright):
+def test_random_crops_cover_the_image(upright):
     transform = Transform(resolution=4, channels=3)
     image = ramp(4, 6) if upright else ramp(6, 4)
     axis = 1 if upright else 0
@@ -185,13 +185,13 @@ def test_random_crops_reach_from_end_to_end(upright):
     assert min(np.bincount(starts)) > 60
 
 
-def test_half_are_mirrored():
+def test_mirrors_half_of_the_images():
     transform = Transform(resolution=4, channels=3, random_flip=True)
     mirrored = [transform(ramp(4, 4), Draws(0, "train", position))[0, 0, 0] == 3 for position in range(400)]
     assert 150 < sum(mirrored) < 250
 
 
-def test_pixel_values():
+def test_pixel_values_are_in_minus_one_to_one():
     images = [np.full((2, 4, 3), value, np.uint8) for value in (0, 51, 255)]
     images[0][0, 1] = (255, 0, 51)
     values = to_pixel_values(images)

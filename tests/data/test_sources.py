@@ -1,4 +1,4 @@
-"""Data sets of every layout are read right: which images, labels, captions and splits they have."""
+"""Datasets in all layouts: their images, labels, captions and splits, and the fingerprint."""
 
 import gc
 import os
@@ -13,8 +13,8 @@ from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.sources import open_sources
 
 
-def names_read(data):
-    """Label and caption of every image, by what its red is a tenth of."""
+def contents(data):
+    """Return labels and captions by the number of the image, which is a tenth of its red channel."""
     read = {}
     for stream in (data.train, data.validation):
         for position in range(stream.num_samples):
@@ -24,40 +24,40 @@ def names_read(data):
     return dict(sorted(read.items()))
 
 
-def test_folders_are_classes(load, image_folder):
+def test_subfolders_are_classes(load, image_folder):
     folder = image_folder(["cat/1.png", "cat/2.jpg", "dog/deep.png", "cat/3.PNG", "emu/1.webp"])
     data = load(train_data_dir=folder, needs_labels=True)
     assert (data.class_names, data.num_classes) == (["cat", "dog", "emu"], 3)
-    assert names_read(data) == {0: (0,), 1: (0,), 2: (1,), 3: (0,), 4: (2,)}
+    assert contents(data) == {0: (0,), 1: (0,), 2: (1,), 3: (0,), 4: (2,)}
     assert (data.train.num_samples, data.validation.num_samples) == (4, 1)
     assert data.description == "the folder pictures, 5 images"
 
 
-def test_folders_are_splits(load, image_folder):
+def test_subfolders_named_like_splits_are_splits(load, image_folder):
     names = [f"{split}/{kind}/{i}.png" for split in ("train", "test") for kind in ("cat", "dog") for i in range(2)]
     data = load(train_data_dir=image_folder(names), needs_labels=True)
-    assert names_read(data) == {0: (0,), 1: (0,), 2: (1,), 3: (1,), 4: (0,), 5: (0,), 6: (1,), 7: (1,)}
+    assert contents(data) == {0: (0,), 1: (0,), 2: (1,), 3: (1,), 4: (0,), 5: (0,), 6: (1,), 7: (1,)}
     assert sorted(int(data.train[i].columns["pixel_values"][0, 0, 0]) for i in range(4)) == [0, 10, 20, 30]
 
 
-def test_train_may_be_a_class(load, image_folder):
+def test_a_class_may_be_named_train(load, image_folder):
     data = load(train_data_dir=image_folder(["train/1.png", "car/1.png", "bus/1.png"]), needs_labels=True)
     assert data.class_names == ["bus", "car", "train"]
 
 
-def test_names_of_files_are_no_splits(load, image_folder):
+def test_file_names_are_not_splits(load, image_folder):
     data = load(train_data_dir=image_folder(["cat/test_1.png", "dog/train-2.png", "dog/val 3.png"]))
     assert data.train.num_samples + data.validation.num_samples == 3
 
 
-def test_brackets_in_the_name_of_a_folder(load, image_folder):
+def test_folder_names_may_have_brackets(load, image_folder):
     data = load(train_data_dir=image_folder(["a[1]/1.png", "b/2.png"], folder="set [1-2] *"), needs_labels=True)
     assert data.class_names == ["a[1]", "b"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_metadata(load, image_folder, kind):
+def test_reads_metadata_files(load, image_folder, kind):
     folder = image_folder(["1.png", "2.png", "3.png"])
     lines = {
         "csv": ["file_name,text,label", "1.png,one,b", "2.png,two,a", "3.png,three,b"],
@@ -68,39 +68,39 @@ def test_metadata(load, image_folder, kind):
     }
     (folder / f"metadata.{kind}").write_text("\n".join(lines[kind]))
     data = load(train_data_dir=folder, needs_labels=True, needs_captions=True)
-    assert names_read(data) == {0: (1, "one"), 1: (0, "two"), 2: (1, "three")}
+    assert contents(data) == {0: (1, "one"), 1: (0, "two"), 2: (1, "three")}
     assert data.class_names == ["a", "b"]
-    gc.collect()  # datasets leaves the csv file open, which is not to be blamed on a later test
+    gc.collect()  # datasets leaves the csv file open, and a later test would get the warning
 
 
 def columns(png, count=4, **others):
     return {"image": [{"bytes": png((10 * i, 0, 0)), "path": None} for i in range(count)], **others}
 
 
-def test_what_datasets_saved(load, saved, png):
+def test_reads_saved_datasets(load, saved, png):
     folder = saved(columns(png, label=[1, 0, 1, 2], text=["a", "b", "c", "d"]))
     data = load(train_data_dir=folder, needs_labels=True, needs_captions=True)
-    assert names_read(data) == {0: (1, "a"), 1: (0, "b"), 2: (1, "c"), 3: (2, "d")}
+    assert contents(data) == {0: (1, "a"), 1: (0, "b"), 2: (1, "c"), 3: (2, "d")}
     assert (data.num_classes, data.class_names) == (3, None)
 
 
-def test_splits_that_datasets_saved(load, saved, png):
+def test_reads_saved_splits(load, saved, png):
     splits = {
         split: {"image": [png((10 * i, 0, 0)) for i in numbers], "cls": [str(i % 2) for i in numbers]}
         for split, numbers in {"train": range(3), "test": range(5, 7), "validation": range(3, 5)}.items()
     }
     data = load(train_data_dir=saved(splits), needs_labels=True)
-    assert names_read(data) == {0: (0,), 1: (1,), 2: (0,), 3: (1,), 4: (0,)}
+    assert contents(data) == {0: (0,), 1: (1,), 2: (0,), 3: (1,), 4: (0,)}
 
 
-def test_test_images_without_labels_do_not_validate(load, saved, png):
+def test_ignores_validation_splits_without_labels(load, saved, png):
     splits = {"train": columns(png, 3, label=[0, 1, 0]), "test": columns(png, 2, label=[-1, -1])}
     data = load(train_data_dir=saved(splits), needs_labels=True)
     assert (data.train.num_samples, data.validation.num_samples) == (2, 1)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_parquet(load, tmp_path, png, split):
+def test_reads_parquet_files(load, tmp_path, png, split):
     (tmp_path / "rows" / "data").mkdir(parents=True)
     for i, name in enumerate(["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"]):
         rows = datasets.Dataset.from_dict(
@@ -110,82 +110,85 @@ def test_parquet(load, tmp_path, png, split):
         )  # fmt: skip
         rows.to_parquet(str(tmp_path / "rows" / "data" / f"{name if split else i}.parquet"))
     data = load(train_data_dir=tmp_path / "rows", needs_labels=True)
-    assert names_read(data) == {i: (i % 2,) for i in range(6)}
+    assert contents(data) == {i: (i % 2,) for i in range(6)}
     assert data.class_names == ["x", "y"]
     assert (data.train.num_samples, data.validation.num_samples) == ((4, 2) if split else (5, 1))
 
 
-def test_columns_by_their_flags(load, saved, png):
+def test_reads_given_columns(load, saved, png):
     folder = saved({"scan": columns(png)["image"], "image": ["x"] * 4, "kind": [0, 1, 0, 1], "note": list("abcd")})
     data = load(
         train_data_dir=folder, needs_labels=True, needs_captions=True,
         image_column="scan", label_column="kind", caption_column="note",
     )  # fmt: skip
-    assert names_read(data) == {0: (0, "a"), 1: (1, "b"), 2: (0, "c"), 3: (1, "d")}
+    assert contents(data) == {0: (0, "a"), 1: (1, "b"), 2: (0, "c"), 3: (1, "d")}
 
 
-def test_one_of_several_captions(load, saved, png):
+def test_chooses_one_of_several_captions(load, saved, png):
     data = load(train_data_dir=saved(columns(png, 2, caption=[["a", "b"], ["a", "b"]])), needs_captions=True)
     assert {data.train[position].columns["captions"] for position in range(40)} == {"a", "b"}
 
 
-def test_max_train_samples(load, image_folder):
+def test_limits_training_images(load, image_folder):
     folder = image_folder([f"{i}.png" for i in range(25)])
     data = load(train_data_dir=folder, max_train_samples=5)
     assert (data.train.num_samples, data.validation.num_samples) == (5, 2)
     assert load(train_data_dir=folder).train.num_samples == 23
 
 
-@pytest.mark.parametrize(("count", "asked", "held_out"), [(2, 256, 1), (100, 256, 10), (100, 4, 4), (19, 256, 1)])
-def test_what_is_held_out(load, count, asked, held_out):
-    data = load(num_shapes=count, validation_size=asked)
+@pytest.mark.parametrize(
+    ("count", "validation_size", "held_out"), [(2, 256, 1), (100, 256, 10), (100, 4, 4), (19, 256, 1)]
+)
+def test_holds_out_validation_images(load, count, validation_size, held_out):
+    data = load(num_shapes=count, validation_size=validation_size)
     assert data.validation.num_samples == held_out
     assert sorted([*data.train.indices, *data.validation.indices]) == list(range(count))
 
 
-def test_a_split_for_validation_is_read_up_to_validation_size(load, image_folder):
+def test_limits_the_validation_split(load, image_folder):
     folder = image_folder([f"{split}/{i}.png" for split in ("train", "val") for i in range(6)])
     data = load(train_data_dir=folder, validation_size=4)
     assert (data.train.num_samples, data.validation.num_samples) == (6, 4)
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("I;16", 1)])
-def test_channels_by_the_images(load, tmp_path, mode, channels):
-    colour = {"RGB": (1, 2, 3), "RGBA": (1, 2, 3, 255)}.get(mode, 1)
+def test_detects_channels(load, tmp_path, mode, channels):
+    color = {"RGB": (1, 2, 3), "RGBA": (1, 2, 3, 255)}.get(mode, 1)
     (tmp_path / "some").mkdir()
     for i in range(3):
-        Image.new(mode, (8, 8), colour).save(tmp_path / "some" / f"{i}.png")
+        Image.new(mode, (8, 8), color).save(tmp_path / "some" / f"{i}.png")
     data = load(train_data_dir=tmp_path / "some", channels=None)
     assert data.channels == channels
     assert data.train[0].columns["pixel_values"].shape == (8, 8, channels)
 
 
-def test_a_few_grey_images_do_not_make_a_grey_set(load, tmp_path):
+def test_a_dataset_with_some_gray_images_has_three_channels(load, tmp_path):
     for i in range(9):
         Image.new("L" if i < 5 else "RGB", (8, 8), 9 if i < 5 else (1, 2, 3)).save(tmp_path / f"{i}.png")
     assert load(train_data_dir=tmp_path, channels=None).channels == 3
 
 
-def test_first_image_size_is_that_before_cutting(load, tmp_path):
+def test_first_image_size_is_the_size_before_cropping(load, tmp_path):
     for i in range(3):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{i}.png")
     assert load(train_data_dir=tmp_path).first_image_size == (30, 20)
 
 
 class TestFingerprint:
-    def test_same_data_elsewhere(self, load, image_folder, tmp_path):
+    def test_is_equal_for_the_same_data_in_another_folder(self, load, image_folder, tmp_path):
         one = load(train_data_dir=image_folder(["a/1.png", "b/2.png"], folder="one"), needs_labels=True)
         os.utime(tmp_path / "one" / "a" / "1.png", (0, 0))
         two = load(train_data_dir=image_folder(["a/1.png", "b/2.png"], folder="two"), needs_labels=True)
         assert one.fingerprint == two.fingerprint
 
-    def test_in_another_process(self, in_fresh_process, load):
+    @pytest.mark.slow
+    def test_is_equal_in_another_process(self, in_fresh_process, load):
         code = (
             "import sys\n"
             "from scalelong_diffusers.data import DataConfig, load_training_data\n"
             "options = {'channels': 3, 'needs_labels': True, 'needs_captions': False, 'seed': 5}\n"
             "print(load_training_data(DataConfig(resolution=8), **options).fingerprint, 'datasets' in sys.modules)"
-        )  # the built-in set does without datasets, which takes a while to import
+        )  # the built-in dataset does not import datasets, which is slow
         assert in_fresh_process(code).stdout == f"{load(needs_labels=True).fingerprint} False\n"
 
     @pytest.mark.parametrize(
@@ -197,11 +200,11 @@ class TestFingerprint:
         ],
         ids=lambda change: next(iter(change)),
     )  # fmt: skip
-    def test_changes_with_what_is_done(self, load, change):
+    def test_changes_with_the_preprocessing(self, load, change):
         assert load(**{"num_shapes": 100, **change}).fingerprint != load(num_shapes=100).fingerprint
 
     @pytest.mark.parametrize("change", [{"dataloader_num_workers": 2}, {"on_bad_image": "skip"}])
-    def test_does_not_change_with_how_it_is_read(self, load, change):
+    def test_does_not_change_with_workers_and_skipping(self, load, change):
         assert load(**change).fingerprint == load().fingerprint
 
     def test_changes_with_the_files(self, load, image_folder, tmp_path):
@@ -233,8 +236,7 @@ class TestFingerprint:
         assert len(set(fingerprints.values())) == 5
 
 
-def test_rows_travel_to_workers_by_the_name_of_their_file(saved, png):
-    """Where workers are not forked, what they are given is pickled: no copy of the images."""
+def test_pickles_without_the_images(saved, png):
     folder = saved({"image": [png(size=(40, 40)) + bytes(10_000)] * 50})
     source, _ = open_sources(DataConfig(train_data_dir=folder), needs_labels=False, needs_captions=False)
     assert len(pickle.dumps(source)) < 50_000

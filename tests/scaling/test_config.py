@@ -1,4 +1,4 @@
-"""The config checks itself, goes to a dict and back, and says what is wrong in a sentence."""
+"""The config validates itself, converts to and from dicts and flags, and names what is accepted."""
 
 import dataclasses
 import json
@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalelong_diffusers import SkipScalingConfig
+from scalelong_diffusers import SkipScalingConfig, UserError
+from scalelong_diffusers.options import ArgumentParser, add_options, options_of
 from scalelong_diffusers.scaling.config import FORMAT_VERSION, METHODS
 
 
@@ -26,43 +27,72 @@ FIELDS = {
 
 
 @st.composite
-def configs(draw):
+def fields(draw):
     method = draw(st.sampled_from(sorted(METHODS)))
-    given_fields = draw(st.sets(st.sampled_from(METHODS[method]))) if METHODS[method] else set()
-    return SkipScalingConfig(method, **{name: draw(FIELDS[name]) for name in sorted(given_fields)})
+    names = draw(st.sets(st.sampled_from(METHODS[method]))) if METHODS[method] else set()
+    return {"method": method, **{name: draw(FIELDS[name]) for name in sorted(names)}}
 
 
-@given(configs())
-def test_a_config_survives_json_pickle_and_its_own_repr(config):
+configs = fields().map(lambda values: SkipScalingConfig(**values))
+
+
+@given(configs)
+def test_survives_json_pickle_and_repr(config):
     assert SkipScalingConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert eval(repr(config), {"SkipScalingConfig": SkipScalingConfig}) == config
     assert SkipScalingConfig.parse(config) is config
 
 
-@given(configs(), st.integers(2, 40))
-def test_a_resolved_config_is_complete_and_resolving_again_changes_nothing(config, num_skips):
+@given(configs, st.integers(2, 40))
+def test_resolved_config_is_complete_and_stays_the_same(config, num_skips):
     resolved = config.resolve(num_skips, gate_axis="channels")
     entry = resolved.to_dict()
-    assert set(entry) <= {"version", "method", *METHODS[config.method]}
-    assert "auto" not in entry.values()
-    assert None not in entry.values()
+    assert set(entry) == {"version", "method", *METHODS[config.method]}
+    assert not {"auto", None} & set(entry.values())
     assert resolved.resolve(num_skips, gate_axis="tokens") == resolved
 
 
-@given(configs())
-def test_only_the_fields_of_the_method_are_set(config):
+@given(configs)
+def test_sets_only_the_fields_of_the_method(config):
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)[1:]}
     assert {name for name, value in values.items() if value is not None} == set(METHODS[config.method])
 
 
-def test_defaults_are_the_papers():
+@given(fields())
+def test_builds_the_same_config_from_flags(values):
+    flag_of = {field.name: flag for flag, field, _ in options_of(SkipScalingConfig)}
+    words = []
+    for name, value in values.items():
+        flag = flag_of[name]
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    parser = ArgumentParser()
+    add_options(parser, SkipScalingConfig, "skip scaling")
+    parsed = vars(parser.parse_args(words))
+    assert SkipScalingConfig.from_flags({"learning_rate": 1, **parsed}) == SkipScalingConfig(**values)
+
+
+def test_flags_without_a_method():
+    assert SkipScalingConfig.from_flags({"skip_scaling": None, "kappa": None, "seed": 0}) is None
+    for flag in ("kappa", "skip_scaling_init"):
+        with pytest.raises(UserError, match=f"^{flag} needs skip_scaling; accepted: none, inv_sqrt2, constant, cs"):
+            SkipScalingConfig.from_flags({flag: "x"})
+
+
+def test_only_the_strength_can_change_on_resume():
+    options = {flag: details.on_resume for flag, _, details in options_of(SkipScalingConfig)}
+    assert options.pop("skip_scaling_strength") == "same"
+    assert options.keys() >= {"skip_scaling", "kappa", "skip_scaling_reverse", "skip_scaling_init"}
+    assert set(options.values()) == {"fixed"}
+
+
+def test_defaults():
     assert SkipScalingConfig("cs").to_dict() == {
         "version": 1, "method": "cs", "kappa": 0.9, "reverse": False, "strength": 1.0,
     }  # fmt: skip
     assert SkipScalingConfig("ls").to_dict() == {
-        "version": 1, "method": "ls", "shared": True, "reduction": 16, "activation": "relu", "gate": "se",
-        "gate_axis": "auto", "init": "paper", "strength": 1.0,
+        "version": 1, "method": "ls", "shared": False, "reduction": 16, "activation": "relu", "gate": "se",
+        "gate_axis": "auto", "init": "identity", "strength": 1.0,
     }  # fmt: skip
     assert SkipScalingConfig("none").to_dict() == {"version": 1, "method": "none"}
     assert str(SkipScalingConfig("cs", kappa=1)) == (
@@ -70,71 +100,60 @@ def test_defaults_are_the_papers():
     )
 
 
-def test_a_config_can_not_be_changed():
+def test_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SkipScalingConfig("cs").kappa = 0.5
 
 
-BAD = {
-    "kappa 0": (("cs",), {"kappa": 0}, r"kappa must be 'auto' or a number in \(0, 1\], got 0"),
-    "kappa negative": (("cs",), {"kappa": -0.5}, r"kappa must be 'auto' or a number in \(0, 1\], got -0.5"),
-    "kappa above 1": (("constant",), {"kappa": 1.01}, r"kappa must be .* got 1.01"),
-    "kappa nan": (("cs",), {"kappa": float("nan")}, r"kappa must be .* got nan"),
-    "kappa text": (("cs",), {"kappa": "0.9"}, r"kappa must be .* got '0.9'"),
-    "kappa bool": (("cs",), {"kappa": True}, r"kappa must be .* got True"),
-    "strength": (("cs",), {"strength": 1.5}, r"strength must be a number in \[0, 1\], got 1.5"),
-    "method": (("learned",), {}, r"method 'learned' \(did you mean 'learnable'\?\); accepted: none, inv_sqrt2"),
-    "method in capitals": (("CS",), {}, r"unknown skip scaling method 'CS' \(did you mean 'cs'\?\)"),
-    "kappa huge": (("cs",), {"kappa": 10**400}, r"kappa must be 'auto' or a number in \(0, 1\], got 1000"),
-    "identity of one scalar": (("learnable",), {"init": "identity"}, r"not used by method 'learnable'; its fields"),
-    "method not text": ((3,), {}, r"unknown skip scaling method 3; accepted"),
-    "method a list": ((["cs"],), {}, r"unknown skip scaling method \['cs'\]"),
-    "field": (("cs",), {"kapa": 0.9}, r"unknown skip scaling field 'kapa' \(did you mean 'kappa'\?\); accepted"),
-    "reduction 0": (("ls",), {"reduction": 0}, r"reduction must be a whole number of at least 1, got 0"),
-    "reduction half": (("ls",), {"reduction": 1.5}, r"reduction must be a whole number of at least 1, got 1.5"),
-    "activation": (("ls",), {"activation": "rleu"}, r"activation must be one of .*got 'rleu' \(did you mean 'relu'"),
-    "gate": (("ls",), {"gate": ["se"]}, r"gate must be one of 'se', 'ie', got \['se'\]"),
-    "shared": (("ls",), {"shared": "no"}, r"shared must be True or False, got 'no'"),
-    "unused": (("cs",), {"reduction": 8}, r"reduction=8 is not used by method 'cs'; its fields: kappa, reverse"),
-    "unused kappa": (("inv_sqrt2",), {"kappa": 0.7}, r"kappa=0.7 is not used by method 'inv_sqrt2'"),
-    "unused by none": (("none",), {"strength": 0.5}, r"strength=0.5 is not used by method 'none'; its fields: none"),
-    "unused by the gate": (("ls",), {"gate": "ie", "reduction": 8}, r"reduction=8 is not used by gate='ie'"),
-    "identity": (("cs",), {"init": "identity"}, r"it has no gates: to start a model without a jump, raise `strength`"),
-}  # fmt: skip
+BAD = [
+    ({"method": "cs", "kappa": 0}, r"kappa must be a number, above 0 and at most 1 or 'auto', got 0"),
+    ({"method": "cs", "kappa": -0.5}, "kappa must be .* got -0.5"),
+    ({"method": "constant", "kappa": 1.01}, "kappa must be .* got 1.01"),
+    ({"method": "cs", "kappa": float("nan")}, "kappa must be .* got nan"),
+    ({"method": "cs", "kappa": 10**400}, "kappa must be .* got 1000"),
+    ({"method": "cs", "kappa": "0.9"}, "kappa must be .* got '0.9'"),
+    ({"method": "cs", "kappa": True}, "kappa must be .* got True"),
+    ({"method": "cs", "strength": 1.5}, "strength must be a number, at least 0 and at most 1, got 1.5"),
+    ({"method": "learned"}, r"skip_scaling must be one of none, .* got 'learned' \(did you mean 'learnable'\?\)"),
+    ({"method": "CS"}, r"skip_scaling must be one of .* got 'CS' \(did you mean 'cs'\?\)"),
+    ({"method": 3}, "skip_scaling must be one of .* got 3"),
+    ({"method": ["cs"]}, r"skip_scaling must be one of .* got \['cs'\]"),
+    ({"method": None}, "skip_scaling must be one of .* got None"),
+    ({"method": "ls", "reduction": 0}, "reduction must be an integer, at least 1, got 0"),
+    ({"method": "ls", "reduction": 1.5}, "reduction must be an integer, at least 1, got 1.5"),
+    ({"method": "ls", "activation": "rleu"}, r"activation must be one of relu, .* \(did you mean 'relu'"),
+    ({"method": "ls", "gate": ["se"]}, r"gate must be one of se, ie, got \['se'\]"),
+    ({"method": "ls", "shared": "no"}, "shared must be True or False, got 'no'"),
+    ({"method": "cs", "reduction": 8}, "reduction=8 is not used by method 'cs'; its fields: kappa, reverse, strength"),
+    ({"method": "cs", "init": "identity"}, "init='identity' is not used by method 'cs'"),
+    ({"method": "inv_sqrt2", "kappa": 0.7}, "kappa=0.7 is not used by method 'inv_sqrt2'"),
+    ({"method": "learnable", "init": "identity"}, "not used by method 'learnable'; its fields: strength"),
+    ({"method": "none", "strength": 0.5}, "strength=0.5 is not used by method 'none'; its fields: none"),
+    ({"method": "ls", "gate": "ie", "reduction": 8}, "reduction=8 is not used by gate 'ie'"),
+    ({"method": "cs", "kapa": 0.9}, r"unknown skip_scaling field 'kapa' \(did you mean 'kappa'\?\); accepted: method"),
+    ({"kappa": 0.9}, r"skip_scaling \{'kappa': 0.9\} has no method; accepted: none, inv_sqrt2"),
+    (None, r"must be a SkipScalingConfig, a dict or a method \(none, .*\), got None"),
+    (0.9, "must be a SkipScalingConfig, a dict or a method"),
+    (["cs"], "must be a SkipScalingConfig, a dict or a method"),
+    ({"version": "x", "method": "cs"}, "version of skip_scaling must be an integer, at least 1, got 'x'"),
+    ({"version": 2, "method": "cosine"}, "format version 2, .* reads version 1: upgrade .*skip_scaling must be one"),
+    ({"version": 2, "method": "cs", "decay": "linear"}, "format version 2, .* reads version 1: upgrade .*'decay'"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_named_with_what_is_accepted(name):
-    args, fields, message = BAD[name]
-    with pytest.raises(ValueError, match=message) as error:
-        SkipScalingConfig(*args, **fields)
+@pytest.mark.parametrize(("value", "message"), BAD)
+def test_rejects_bad_values(value, message):
+    with pytest.raises(UserError, match=message) as error:
+        SkipScalingConfig.parse(value)
     assert "\n" not in str(error.value)
 
 
-def test_a_dict_names_its_method():
-    with pytest.raises(ValueError, match=r"skip_scaling \{'kappa': 0.9\} names no method; accepted: none"):
-        SkipScalingConfig.parse({"kappa": 0.9})
-
-
-@pytest.mark.parametrize("value", [None, 0.9, ["cs"]])
-def test_anything_but_a_config_a_dict_or_a_name_is_refused(value):
-    with pytest.raises(TypeError, match="must be a SkipScalingConfig, a dict or the name of a method"):
-        SkipScalingConfig.parse(value)
-
-
-def test_fields_of_a_newer_version_are_refused_with_its_number():
-    entry = {"version": FORMAT_VERSION + 1, "method": "cs", "kappa": 0.9, "decay": "linear"}
-    with pytest.raises(ValueError, match=r"format version 2, .*reads version 1: upgrade .*'decay'"):
-        SkipScalingConfig.parse(entry)
-    with pytest.raises(ValueError, match=r"format version 2, .*upgrade .*unknown skip scaling method 'cosine'"):
-        SkipScalingConfig.parse({"version": 2, "method": "cosine"})
-    with pytest.raises(ValueError, match="version of skip_scaling must be a whole number of at least 1, got 'x'"):
-        SkipScalingConfig.parse({"version": "x", "method": "cs"})
-    del entry["decay"]
+def test_reads_a_newer_version_with_known_fields():
+    entry = {"version": FORMAT_VERSION + 1, "method": "cs", "kappa": 0.9}
     assert SkipScalingConfig.parse(entry) == SkipScalingConfig("cs", kappa=0.9)
 
 
-def test_cs_of_a_single_skip_would_scale_nothing():
-    with pytest.raises(ValueError, match=r"leaves the outermost skip as it is .* use 'constant'"):
+def test_rejects_cs_for_a_single_skip():
+    with pytest.raises(UserError, match=r"cannot scale a model with one long skip, as k_1 = 1; use 'constant'"):
         SkipScalingConfig("cs").resolve(1, gate_axis="channels")
     assert SkipScalingConfig("cs", reverse=True).resolve(1, gate_axis="channels").kappa == 0.9

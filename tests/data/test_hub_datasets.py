@@ -1,4 +1,4 @@
-"""Data sets of the Hub: the real client, in processes of its own, against a Hub on loopback."""
+"""Datasets on the Hub: the real client in its own processes, with a Hub on loopback."""
 
 import pytest
 
@@ -8,6 +8,7 @@ import datasets, sys, tempfile
 from huggingface_hub import HfApi
 from PIL import Image
 from scalelong_diffusers.data import DataConfig, load_training_data
+from scalelong_diffusers.errors import UserError
 
 datasets.disable_progress_bars()
 
@@ -17,11 +18,11 @@ def load(**settings):
     return load_training_data(settings, channels=3, needs_labels=True, needs_captions=False, seed=0)
 
 
-def refused(**settings):
+def print_error(**settings):
     try:
         load(**settings)
-    except (OSError, ValueError) as error:
-        print(type(error).__name__, str(error))
+    except UserError as error:
+        print(error)
 """
 
 PUSH = (
@@ -54,10 +55,10 @@ LOAD = (
 data = load(dataset_name="tester/pets", dataset_config_name="large", dataset_revision="main", cache_dir="kept")
 print(data.description, data.train.num_samples, data.validation.num_samples, data.class_names)
 print(sorted({int(data.train[i].columns["pixel_values"][0, 0, 0]) // 10 for i in range(20)}))
-refused(dataset_name="tester/pets")
-refused(dataset_name="tester/pets", dataset_config_name="tiny")
-refused(dataset_name="tester/pets", dataset_revision="v2")
-refused(dataset_name="tester/birds")
+print_error(dataset_name="tester/pets")
+print_error(dataset_name="tester/pets", dataset_config_name="tiny")
+print_error(dataset_name="tester/pets", dataset_revision="v2")
+print_error(dataset_name="tester/birds")
 """
 )
 
@@ -66,7 +67,7 @@ OFFLINE = (
     + """
 data = load(dataset_name="tester/pets", dataset_config_name="large", cache_dir="kept")
 print(data.description)
-refused(dataset_name="tester/birds", cache_dir="kept")
+print_error(dataset_name="tester/birds", cache_dir="kept")
 """
 )
 
@@ -78,22 +79,21 @@ def pushed(hub):
 
 
 @pytest.mark.slow
-def test_data_sets_of_the_hub(pushed):
+def test_loads_datasets_from_the_hub_and_from_the_cache(pushed):
     assert pushed(LOAD).stdout.splitlines() == [
         "tester/pets, 20 images 20 5 ['cat', 'dog']",
         str(list(range(20))),
-        "ValueError the data set tester/pets can not be loaded: Config name is missing. Please pick one among the "
-        "available configs: ['small', 'large']; dataset_config_name says which config",
-        "ValueError the data set tester/pets can not be loaded: BuilderConfig 'tiny' not found. Available: "
-        "['small', 'large']; dataset_config_name says which config",
-        "FileNotFoundError there is no data set tester/pets at revision 'v2' on the Hub that you may read; for a "
-        "private or gated one log in with `hf auth login`, for a local folder give train_data_dir",
-        "FileNotFoundError there is no data set tester/birds on the Hub that you may read; for a private or gated one "
-        "log in with `hf auth login`, for a local folder give train_data_dir",
+        "cannot load the dataset tester/pets: Config name is missing. Please pick one among the available configs: "
+        "['small', 'large']; choose one with dataset_config_name",
+        "cannot load the dataset tester/pets: BuilderConfig 'tiny' not found. Available: ['small', 'large']; choose "
+        "one with dataset_config_name",
+        "cannot find the dataset tester/pets at revision 'v2' on the Hub; if it is private or gated, log in with "
+        "`hf auth login`; if it is a local folder, use train_data_dir",
+        "cannot find the dataset tester/birds on the Hub; if it is private or gated, log in with `hf auth login`; if "
+        "it is a local folder, use train_data_dir",
     ]
-    offline = pushed(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines()
-    assert offline == [
+    assert pushed(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines() == [
         "tester/pets, 20 images",
-        "OSError the data set tester/birds is not in the cache, and the Hub can not be reached to download it; check "
-        "the connection and HF_HUB_OFFLINE, or train on a local folder with train_data_dir",
+        "cannot reach the Hub, and the dataset tester/birds is not in the cache; check the connection and "
+        "HF_HUB_OFFLINE, or use a local folder with train_data_dir",
     ]

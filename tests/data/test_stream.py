@@ -1,4 +1,4 @@
-"""What is read at a position depends on the seed and the position alone, however a run is cut into batches."""
+"""Streams: the sample at a position depends only on the seed and the position."""
 
 import multiprocessing
 import os
@@ -15,11 +15,11 @@ from scalelong_diffusers.data.stream import Positions
 
 @pytest.fixture
 def shapes(load):
-    """Eighteen shapes to train on and two to validate with, cut and mirrored at random."""
+    """Eighteen training and two validation images, with random flips."""
     return lambda seed=0: load(seed=seed, needs_labels=True, needs_captions=True, random_flip=True, num_shapes=20)
 
 
-def joined(batches):
+def join(batches):
     batches = list(batches)
     return {
         "positions": [position for batch in batches for position in batch.positions],
@@ -29,11 +29,11 @@ def joined(batches):
     }
 
 
-def same(one, other):
+def are_equal(one, other):
     return torch.equal(one.pop("pixels"), other.pop("pixels")) and one == other
 
 
-def test_every_image_once_in_each_epoch(load, image_folder, numbers):
+def test_each_epoch_has_each_image_once(load, image_folder, numbers):
     folder = image_folder([f"{i}.png" for i in range(20)])
     data = load(train_data_dir=folder, channels=3)
     assert (data.train.num_samples, data.validation.num_samples) == (18, 2)
@@ -44,7 +44,7 @@ def test_every_image_once_in_each_epoch(load, image_folder, numbers):
     assert len({tuple(epoch) for epoch in epochs}) == 6
 
 
-def test_columns(shapes):
+def test_batches_have_all_columns(shapes):
     data = shapes()
     [batch] = data.train.batches(5, num_steps=1)
     assert batch.positions == [0, 1, 2, 3, 4]
@@ -52,18 +52,31 @@ def test_columns(shapes):
     assert (batch["labels"].shape, batch["labels"].dtype) == ((5,), torch.int64)
     for label, caption in zip(batch["labels"], batch["captions"]):
         assert all(word in caption for word in data.class_names[label].split())
-    assert (batch.stream, batch.seed, batch.unreadable) == ("train", 0, [])
+    assert (batch.stream, batch.unreadable) == ("train", [])
 
 
-def test_only_what_is_needed_is_there(load):
+def test_batches_have_only_needed_columns(load):
     [batch] = load(needs_labels=False).train.batches(2, num_steps=1)
     assert list(batch.columns) == ["pixel_values"]
 
 
+def count_words(captions):
+    return torch.tensor([len(caption.split()) for caption in captions])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_tokenizers_add_columns_to_both_streams(shapes, num_workers):
+    data = shapes()
+    data.add_tokenizers({"input_ids": count_words})
+    for stream in (data.train, data.validation):
+        for batch in stream.batches(2, num_steps=1, num_workers=num_workers):
+            assert torch.equal(batch["input_ids"], count_words(batch["captions"]))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resuming_is_starting_at_a_step(shapes, num_workers):
-    whole = joined(shapes().train.batches(4, num_steps=12))
-    rest = joined(shapes().train.batches(4, first_step=7, num_steps=5, num_workers=num_workers))
+def test_resumes_at_a_step(shapes, num_workers):
+    whole = join(shapes().train.batches(4, num_steps=12))
+    rest = join(shapes().train.batches(4, first_step=7, num_steps=5, num_workers=num_workers))
     assert rest["positions"] == list(range(28, 48))
     assert torch.equal(rest["pixels"], whole["pixels"][28:])
     assert rest["labels"] == whole["labels"][28:]
@@ -71,7 +84,7 @@ def test_resuming_is_starting_at_a_step(shapes, num_workers):
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
-def test_processes_and_accumulations_share_a_step(shapes, processes, accumulation):
+def test_processes_and_accumulations_divide_the_same_steps(shapes, processes, accumulation):
     batch_size = 8 // processes // accumulation
     loaders = [
         shapes().train.batches(batch_size, num_steps=5, accumulation=accumulation, num_processes=processes, rank=rank)
@@ -79,22 +92,22 @@ def test_processes_and_accumulations_share_a_step(shapes, processes, accumulatio
     ]
     turns = [batch for turn in zip(*loaders) for batch in turn]
     assert len(turns) == 5 * processes * accumulation
-    assert same(joined(turns), joined(shapes().train.batches(8, num_steps=5)))
+    assert are_equal(join(turns), join(shapes().train.batches(8, num_steps=5)))
 
 
-def test_seeds_differ_in_order_and_draws(load):
+def test_order_depends_on_the_seed(load):
     def epoch(seed):
         data = load(seed=seed, needs_captions=True, needs_labels=True, random_flip=True, num_shapes=40)
-        return data, joined(data.train.batches(36, num_steps=1))
+        return data, join(data.train.batches(36, num_steps=1))
 
     (first, one), (_, again), (second, other) = epoch(0), epoch(0), epoch(1)
     assert one["labels"] != other["labels"]
     assert torch.equal(one["pixels"], again["pixels"])
-    assert (first.train.indices == second.train.indices).all()  # what is held out does not depend on the seed
+    assert (first.train.indices == second.train.indices).all()  # held-out images do not depend on the seed
     assert first.fingerprint == second.fingerprint
 
 
-def test_flips_and_captions_change_from_epoch_to_epoch(load):
+def test_flips_and_captions_change_between_epochs(load):
     data = load(needs_captions=True, random_flip=True, resolution=16, num_shapes=20)
     variants = {}
     for position in range(18 * 12):
@@ -106,7 +119,7 @@ def test_flips_and_captions_change_from_epoch_to_epoch(load):
     assert all(len({caption for _, caption in variant}) >= 3 for variant in variants.values())
 
 
-def test_validation_is_plain_and_comes_once(load, image_folder, numbers):
+def test_validation_has_each_image_once_in_order(load, image_folder, numbers):
     folder = image_folder([f"{split}/{i}.png" for split in ("train", "validation") for i in range(7)])
     validation = load(train_data_dir=folder, random_flip=True).validation
     batches = list(validation.batches(3))
@@ -118,7 +131,7 @@ def test_validation_is_plain_and_comes_once(load, image_folder, numbers):
 
 
 @pytest.mark.parametrize(("processes", "batch_size"), [(2, 3), (3, 2), (4, 1), (2, 9)])
-def test_validation_is_split_over_processes(load, processes, batch_size):
+def test_validation_is_divided_between_processes(load, processes, batch_size):
     validation = load(num_shapes=100).validation
     read = [
         position
@@ -130,7 +143,7 @@ def test_validation_is_split_over_processes(load, processes, batch_size):
     assert validation.num_samples == 10
 
 
-def test_validation_is_neither_mirrored_nor_cut_at_random(load, tmp_path):
+def test_validation_has_no_random_crops_and_flips(load, tmp_path):
     pixels = np.zeros((8, 20, 3), np.uint8)
     pixels[..., 0] = np.arange(20)
     (tmp_path / "wide").mkdir()
@@ -145,7 +158,7 @@ def first_row(sample):
     return tuple(sample.columns["pixel_values"][0, :, 0].tolist())
 
 
-def test_positions_of_a_step_are_those_of_the_design():
+def test_positions_of_a_step_are_consecutive():
     r, a, b = 3, 2, 4
     for rank in range(r):
         batches = list(Positions(b, 5, 2, a, r, rank, None))
@@ -157,15 +170,15 @@ def test_positions_of_a_step_are_those_of_the_design():
         assert batches == expected
 
 
-def test_reading_leaves_the_generator_of_torch_alone(shapes):
+def test_does_not_use_the_global_generator(shapes):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     list(shapes().train.batches(4, num_steps=3, num_workers=1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_workers_outlive_the_signals_of_the_main_process(shapes):
-    """Ctrl-C and the end of a job reach a whole group of processes; the main one still wants to save."""
+@pytest.mark.slow
+def test_workers_ignore_signals_until_the_main_process_ends(shapes):
     batches = iter(shapes().train.batches(2, num_steps=200, num_workers=2))
     first = next(batches)
     workers = children()
@@ -177,7 +190,8 @@ def test_workers_outlive_the_signals_of_the_main_process(shapes):
     assert [p for batch in [first, *rest] for p in batch.positions] == list(range(400))
 
 
-def test_workers_are_gone_when_iteration_ends_early(shapes):
+@pytest.mark.slow
+def test_workers_end_with_the_iteration(shapes):
     for batch in shapes().train.batches(2, num_workers=2):
         assert batch.positions == [0, 1]
         break
@@ -191,7 +205,7 @@ def children():
     return [process.pid for process in multiprocessing.active_children()]
 
 
-ENDED_IN_THE_MIDDLE = """
+SIGNALED_WORKERS = """
 import os, signal, sys
 import multiprocessing
 from scalelong_diffusers.data import DataConfig, load_training_data
@@ -206,8 +220,9 @@ sys.exit(3)
 """
 
 
-def test_a_process_ends_though_its_workers_were_told_to_end_before(in_fresh_process):
+@pytest.mark.slow
+def test_process_ends_after_its_workers_were_signaled(in_fresh_process):
     start = time.monotonic()
-    ended = in_fresh_process(ENDED_IN_THE_MIDDLE, check=False)
+    ended = in_fresh_process(SIGNALED_WORKERS, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "leaving\n", "")
     assert time.monotonic() - start < 60

@@ -1,33 +1,33 @@
-"""Where the figures of a run go: `metrics.jsonl`, the trackers of accelerate, and the progress bar."""
+"""`metrics.jsonl`: one line of JSON for each logged step."""
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from scalelong_diffusers.files import atomic_write
+
 
 class MetricsFile:
-    """One line of JSON for each logged step, each step once, also when a run is resumed."""
+    """A file in which every step has one line, also if the run is resumed."""
 
     def __init__(self, file: Path):
         self.file = file
 
     def resume_at(self, step: int):
-        """Forget the lines of later steps, which are about to be done again, and a line that was cut off."""
+        """Remove the lines of later steps, which will be done again, and a line that was cut off."""
         lines = [line for line in self._lines() if line["step"] <= step]
-        partial = self.file.with_suffix(".part")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(partial, self.file)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        atomic_write(self.file, lambda partial: partial.write_text(text))
 
     def write(self, line: dict[str, Any]):
-        # JSON has no infinity, and what is not finite is no figure.
+        # JSON has no infinities: they are written as null.
         text = json.dumps(_without_infinities(line), allow_nan=False)
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(text + "\n")
 
     def last(self, name: str) -> Any:
-        """The latest value of a figure, or None."""
+        """Return the latest value of a figure, or None."""
         return next((line[name] for line in reversed(self._lines()) if name in line), None)
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ class MetricsFile:
             try:
                 lines.append(json.loads(text))
             except ValueError:
-                break  # the process ended while it wrote this one
+                break  # the process was killed while it wrote this line
         return lines
 
 

@@ -1,0 +1,327 @@
+"""The typed config of a training run. Flags, checks, `--help`, `settings.json` and resuming derive from its fields."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from diffusers.optimization import SchedulerType
+
+from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.options import (
+    ArgumentParser,
+    add_options,
+    as_flags,
+    build_config,
+    check_options,
+    flat_options,
+    option,
+    options_of,
+)
+from scalelong_diffusers.presets import PRESETS, Task, get_preset
+from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
+
+
+# piecewise_constant needs rules that no flag can express.
+LR_SCHEDULERS = [name.value for name in SchedulerType if name != SchedulerType.PIECEWISE_CONSTANT]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    preset: str | None = option(
+        None, "start from a paper experiment; other flags override it (scalelong presets lists them)",
+        metavar="NAME", on_resume="fixed",
+    )  # fmt: skip
+    model_type: str | None = option(
+        None, "built-in small model if no config or preset is given (default: uvit)",
+        choices=("uvit", "unet"), on_resume="fixed",
+    )  # fmt: skip
+    model_config_name_or_path: str | None = option(
+        None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
+    )
+    pretrained_vae_model_name_or_path: str | None = option(
+        None, "AutoencoderKL; the model is then trained on its latents", metavar="PATH"
+    )
+    latent_scale: float | None = option(None, "factor on the latents (default: the autoencoder's own)", above=0)
+
+    def __post_init__(self):
+        check_options(self)
+        names = ("preset", "model_config_name_or_path", "model_type")
+        given = [f"--{name}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} exclude each other: pass one of them")
+        if self.pretrained_vae_model_name_or_path is None:
+            if self.preset is not None and get_preset(self.preset).is_latent:
+                raise UserError(
+                    f"preset {self.preset} is a latent model: pass --pretrained_vae_model_name_or_path, for example "
+                    "stabilityai/sd-vae-ft-ema"
+                )
+            if self.latent_scale is not None:
+                raise UserError("--latent_scale needs --pretrained_vae_model_name_or_path")
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    prediction_type: str = option("epsilon", "what the model predicts", choices=PREDICTION_TYPES)
+    ddpm_beta_schedule: str = option(
+        "linear", "noise schedule; squaredcos_cap_v2 is the cosine schedule", choices=BETA_SCHEDULES
+    )
+    continuous_time: bool = option(False, "draw continuous times, as U-ViT's pixel models do, instead of 1000 steps")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class OptimizationConfig:
+    seed: int = option(0, "seed of weights, data order, noise and samples", at_least=0)
+    train_batch_size: int | None = option(
+        None, "images per process and forward pass (default: 16, or what --total_batch_size leaves)",
+        at_least=1, on_resume="free",
+    )  # fmt: skip
+    total_batch_size: int | None = option(
+        None, "images per optimizer step over all processes and accumulations, instead of --train_batch_size",
+        at_least=1,
+    )  # fmt: skip
+    gradient_accumulation_steps: int = option(
+        1, "forward and backward passes per optimizer step", at_least=1, on_resume="free"
+    )
+    num_train_epochs: int = option(100, "passes over the data", at_least=1, on_resume="free")
+    max_train_steps: int | None = option(None, "optimizer steps; overrides --num_train_epochs", at_least=1)
+    learning_rate: float = option(2e-4, "peak learning rate", at_least=0)
+    lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)
+    lr_warmup_steps: int = option(500, "optimizer steps until the peak learning rate", at_least=0)
+    lr_num_cycles: int = option(1, "restarts of cosine_with_restarts", at_least=1)
+    lr_power: float = option(1.0, "exponent of polynomial", above=0)
+    adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
+    adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
+    adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0)
+    adam_epsilon: float = option(1e-8, "AdamW epsilon", above=0)
+    snr_gamma: float | None = option(None, "min-SNR weighting of the loss; 5 is usual", above=0)
+    max_grad_norm: float = option(1.0, "clip gradients at this norm; 0 turns clipping off", at_least=0)
+    use_ema: bool = option(True, "average the weights, and save and sample with the average")
+    ema_decay: float = option(
+        0.9999, "maximum EMA decay; it ramps up as (1 + step) / (10 + step)", at_least=0, below=1
+    )
+    mixed_precision: str | None = option(
+        None, "compute in this type; the weights stay in fp32 (default: what accelerate is configured for)",
+        choices=("no", "fp16", "bf16"),
+    )  # fmt: skip
+    gradient_checkpointing: bool = option(False, "save memory by recomputing activations", on_resume="free")
+    compile: bool = option(False, "torch.compile the model", on_resume="free")
+    allow_tf32: bool = option(False, "allow TF32 matrix products, which are faster on Ampere GPUs and later")
+    skip_scaling_warmup_steps: int | None = option(
+        None, "raise the strength of the scaling from 0 to its value within these steps", at_least=0
+    )
+    max_nonfinite_losses: int = option(
+        10, "stop after this many consecutive steps with a non-finite loss or gradient", at_least=1, on_resume="free"
+    )
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class MonitoringConfig:
+    logging_steps: int = option(50, "log every N steps", at_least=1, on_resume="free")
+    validation_steps: int = option(
+        1000, "compute the loss on held-out images with fixed noise every N steps (0: never)",
+        at_least=0, on_resume="free",
+    )  # fmt: skip
+    sample_steps: int = option(1000, "save a sample grid every N steps (0: never)", at_least=0, on_resume="free")
+    num_samples: int = option(16, "images in a sample grid", at_least=1, on_resume="free")
+    num_inference_steps: int = option(25, "sampling steps of grids and evaluations", at_least=1)
+    eval_steps: int = option(
+        0, "compute FID and KID of samples every N steps (0: never); this takes long", at_least=0, on_resume="free"
+    )
+    num_eval_images: int = option(10_000, "images per evaluation, as in the paper's curves", at_least=2)
+    eval_metric: str = option("fid,kid", "fid, kid or both")
+    eval_features: str = option("inception", "feature network: inception, or a vision model's folder or Hub id")
+    eval_reference: str | None = option(
+        None, "reference images or statistics, as for scalelong evaluate (default: the training images)",
+        metavar="DATA",
+    )  # fmt: skip
+    report_to: str = option(
+        "none", "tracker: tensorboard, wandb, trackio... or all that are installed", on_resume="free"
+    )
+    tracker_project_name: str = option("scalelong", "project name in trackers", on_resume="free")
+    logging_dir: str = option("logs", "folder of tracker files inside --output_dir", on_resume="free")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    output_dir: str = option(
+        "scalelong-model", "folder of the pipeline, checkpoints, samples and logs", on_resume="free"
+    )
+    checkpointing_steps: int = option(1000, "save a checkpoint every N steps", at_least=1, on_resume="free")
+    checkpoints_total_limit: int | None = option(
+        None, "keep only the latest N checkpoints", at_least=1, on_resume="free"
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "resume a run from its latest checkpoint or from the one at PATH",
+        metavar="latest|PATH",
+        on_resume="free",
+    )
+    allow_changed_settings: bool = option(False, "resume although settings have changed", on_resume="free")
+    push_to_hub: bool = option(False, "push the pipeline to the Hub after training", on_resume="free")
+    hub_model_id: str | None = option(
+        None, "repository to push to (default: the name of --output_dir)", metavar="USER/NAME", on_resume="free"
+    )
+    hub_token: str | None = option(None, "token for the push", on_resume="free")
+    hub_private_repo: bool = option(False, "create the repository as private", on_resume="free")
+
+    def __post_init__(self):
+        check_options(self)
+        for name in ("hub_model_id", "hub_token", "hub_private_repo"):
+            if getattr(self, name) and not self.push_to_hub:
+                raise UserError(f"--{name} needs --push_to_hub")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The groups of options that training from scratch and fine-tuning share."""
+
+    # The method if no skip-scaling option is given.
+    default_skip_scaling: ClassVar[str | None] = None
+
+    data: DataConfig = field(default_factory=DataConfig)
+    skip_scaling: SkipScalingConfig | None = None
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self):
+        check_options(self)
+
+    @classmethod
+    def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options, by flag, that the given ones fill in."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TrainingConfig(RunConfig):
+    """
+    The config of a run that trains a model from scratch. A script adds its own options in a subclass.
+
+    ```python
+    config = TrainingConfig(data=DataConfig(train_data_dir="flowers", resolution=64))
+    config = make_config(TrainingConfig, preset="cifar10-uvit-s-2", dataset_name="uoft-cs/cifar10")
+    ```
+    """
+
+    default_skip_scaling: ClassVar[str | None] = "cs"
+    task: ClassVar[Task] = "unconditional"
+
+    skip_scaling: SkipScalingConfig = field(default_factory=lambda: SkipScalingConfig("cs"))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        is_plain = self.skip_scaling.method == "none"
+        if self.optimization.skip_scaling_warmup_steps and (is_plain or self.skip_scaling.strength == 0):
+            reason = "--skip_scaling none" if is_plain else "--skip_scaling_strength 0"
+            raise UserError(f"--skip_scaling_warmup_steps has nothing to warm up with {reason}")
+
+    @classmethod
+    def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if values.get("preset") is None:
+            return {}
+        preset = get_preset(values["preset"])
+        if preset.task != cls.task:
+            script = preset.task.replace("-", "_")
+            accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
+            raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
+        return preset.training
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def make_config(config_class: type[Config], **values) -> Config:
+    """
+    Build a config from values by flag. A preset fills in what is not given.
+
+    ```python
+    config = make_config(TrainingConfig, resolution=64, learning_rate=1e-4, skip_scaling="cs", kappa=0.8)
+    ```
+    """
+    accepted = {flag for flag, _, _ in options_of(config_class)}
+    if unknown := sorted(set(values) - accepted):
+        raise UserError(f"{config_class.__name__} has no option {unknown[0]}")
+    values = {**config_class.implied_options(values), **values}
+    scaling = {"skip_scaling": config_class.default_skip_scaling, **values}
+    scaling = SkipScalingConfig.from_flags({flag: value for flag, value in scaling.items() if value is not None})
+    return build_config(config_class, values, skip_scaling=scaling)
+
+
+def make_parser(config_class: type[RunConfig], description: str) -> ArgumentParser:
+    """Return a parser with a flag for every option of a config class."""
+    parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip())
+    add_options(parser, config_class, "this script")
+    add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
+    for entry in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(entry.type) and entry.name != "skip_scaling":
+            add_options(parser, entry.type, entry.name, defaults=entry.default_factory())
+    return parser
+
+
+def parse_config(config_class: type[Config], description: str, argv: Sequence[str] | None = None) -> Config:
+    """
+    Parse the flags of a script. Invalid values end the program with one line and exit code 2.
+
+    `description` is shown by `--help`: the docstring of the script.
+    """
+    parser = make_parser(config_class, description)
+    values = vars(parser.parse_args(argv))
+    try:
+        return make_config(config_class, **values)
+    except UserError as error:
+        parser.error(as_flags(str(error), config_class))
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return all options of a run by flag, as they are stored beside it. The token is never stored."""
+    return {name: value for name, value in sorted(flat_options(config).items()) if name != "hub_token"}
+
+
+# FID and KID of a checkpoint and of the run that resumes it are compared, so these must be equal where both evaluate.
+_EVALUATION_SETTINGS = {
+    *("num_eval_images", "eval_metric", "eval_features", "eval_reference", "num_inference_steps", "guidance_scale")
+}
+
+
+def check_same_settings(
+    checkpoint: str, config: RunConfig, before: dict[str, Any], now: dict[str, Any], allow_changes: bool
+):
+    """Raise a `UserError` if a run is resumed with settings that must not change."""
+    on_resume = {flag: details.on_resume for flag, _, details in options_of(type(config))}
+    free = {name for name, rule in on_resume.items() if rule == "free"} | {"model"}
+    # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
+    if now["lr_scheduler"].startswith("constant"):
+        free.add("max_train_steps")
+    # Equal data may be described differently, for example if its folder was moved.
+    if before.get("data_fingerprint") == now["data_fingerprint"]:
+        free.add("data")
+    if not (before.get("eval_steps") and now["eval_steps"]):
+        free |= _EVALUATION_SETTINGS
+    changed = {
+        name: f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in {**before, **now}
+        if name not in free and before.get(name) != now.get(name)
+    }
+    if changed and not allow_changes:
+        raise UserError(
+            f"{checkpoint} belongs to a run with other settings: {'; '.join(changed.values())}; pass the same "
+            "settings, or --allow_changed_settings"
+        )
+    fixed = [change for name, change in changed.items() if on_resume.get(name) == "fixed"]
+    if fixed:
+        raise UserError(f"{checkpoint} holds the weights of another model: {'; '.join(fixed)}; start a new run")

@@ -1,0 +1,179 @@
+"""What a model has learned so far: its loss on held-out images, sample grids, and FID and KID of samples."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from PIL import Image
+
+from scalelong_diffusers.data.images import with_channels
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.evaluation.evaluate import (
+    check_features,
+    check_size,
+    evaluate_images,
+    evaluation_warnings,
+    reference_statistics,
+    with_progress,
+)
+from scalelong_diffusers.evaluation.metrics import check_features_kept, parse_metrics
+from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
+from scalelong_diffusers.evaluation.reference import (
+    Reference,
+    check_reference,
+    default_cache_dir,
+    is_statistics,
+    open_reference,
+)
+from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.pipelines.base import NonFiniteImages
+from scalelong_diffusers.pipelines.sampling import grid, save_image
+from scalelong_diffusers.processes import WorkSkipped
+
+
+if TYPE_CHECKING:
+    from scalelong_diffusers.training.run import LossesOf, MakeImages, TrainingRun
+
+BINS = 10
+
+
+def validation_losses(run: "TrainingRun", losses_of: "LossesOf") -> dict[str, Any]:
+    """
+    Return the mean losses on the held-out images.
+
+    `validation_loss` uses the weights that the run will save, `validation_loss_raw` the trained ones if they differ,
+    and `validation_loss_bins` has one entry for each tenth of the timesteps, from the least noise.
+    """
+    with run.evaluating():
+        mean, bins = _mean_losses(run, losses_of)
+    figures = {"validation_loss": mean, "validation_loss_bins": bins}
+    if run.ema is not None:
+        with run.evaluating(with_ema=False):
+            figures["validation_loss_raw"] = _mean_losses(run, losses_of)[0]
+    for name in ("validation_loss", "validation_loss_raw"):
+        if name in figures and not math.isfinite(figures[name]):
+            run.say(f"warning: step {run.global_step}: {name} is {figures[name]}")
+    return figures
+
+
+@torch.no_grad()
+def _mean_losses(run: "TrainingRun", losses_of: "LossesOf") -> tuple[float, list[float | None]]:
+    sums = torch.zeros(2, BINS, dtype=torch.float64)
+    for batch in run.validation_batches():
+        bins = (batch.uniform("timestep") * BINS).long().cpu()
+        losses = losses_of(run.modules, batch).cpu().double()
+        sums[0].index_add_(0, bins, losses)
+        sums[1].index_add_(0, bins, torch.ones_like(losses))
+    # As numbers, since not every device has float64.
+    totals, counts = torch.tensor(gather_object([sums.tolist()]), dtype=torch.float64).sum(0).tolist()
+    per_bin = [total / count if count else None for total, count in zip(totals, counts)]
+    return sum(totals) / sum(counts), per_bin
+
+
+def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int, columns: int | None = None):
+    """Save a grid of images made with EMA weights as `samples/step-<step>.png`, unless they are not finite."""
+
+    def save():
+        try:
+            images = make_images(range(count))
+        except NonFiniteImages as error:
+            run.say(f"warning: step {run.global_step}: no samples: {error}")
+            return
+        folder = run.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        save_image(grid(images, columns), folder / f"step-{run.global_step:06d}.png")
+
+    with run.evaluating():
+        run.write("the samples", save)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleEvaluation:
+    """FID and KID of the first `num_images` samples. Sample k depends only on the seed and k."""
+
+    reference: FeatureStatistics
+    features: FeatureExtractor
+    metrics: tuple[str, ...]
+    num_images: int
+    batch_size: int
+    seed: int
+
+    @classmethod
+    def from_run(cls, run: "TrainingRun") -> "SampleEvaluation":
+        """Load the feature network and the reference before the first step, so that mistakes are reported early."""
+        options = run.config.monitoring
+        metrics = parse_metrics(options.eval_metric)
+        features = load_features(options.eval_features, run.device)
+        reference = _reference_statistics(run, features)
+        check_features(reference, features)
+        check_features_kept(metrics, reference)
+        for warning in evaluation_warnings(metrics, options.num_eval_images, reference):
+            run.accelerator.print(f"warning: --eval_steps: {warning}")
+        seed = run.config.optimization.seed
+        return cls(reference, features, metrics, options.num_eval_images, run.size.train_batch_size, seed)
+
+    def figures(self, run: "TrainingRun", make_images: "MakeImages") -> dict[str, float]:
+        """
+        Return FID and KID.
+
+        They are left out if images are not finite, or if the run is asked to stop, since making all images would
+        delay its checkpoint.
+        """
+        with run.evaluating():
+            batches = with_progress(
+                self._batches(run, make_images), self.num_images, self.batch_size, "FID of the samples"
+            )
+            try:
+                result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
+            except WorkSkipped as reason:
+                run.say(f"warning: step {run.global_step}: no {' and '.join(self.metrics)}: {reason}")
+                return {}
+        figures = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
+        run.say(f"step {run.global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        return figures
+
+    def _batches(
+        self, run: "TrainingRun", make_images: Callable[[Sequence[int]], list[Image.Image]]
+    ) -> Iterator[torch.Tensor]:
+        step = run.accelerator.num_processes * self.batch_size
+        for start in range(run.accelerator.process_index * self.batch_size, self.num_images, step):
+            if run.is_stopping:
+                raise WorkSkipped("the run is stopping")
+            try:
+                images = make_images(range(start, min(start + self.batch_size, self.num_images)))
+            except NonFiniteImages as error:
+                raise WorkSkipped(str(error)) from error
+            pixels = np.stack([np.asarray(with_channels(image, 3)) for image in images])
+            yield torch.from_numpy(pixels).permute(0, 3, 1, 2)
+
+
+def _reference_statistics(run: "TrainingRun", features: FeatureExtractor) -> FeatureStatistics:
+    """Return the statistics of `--eval_reference`, or of all training images."""
+    source, data = run.config.monitoring.eval_reference, run.config.data
+    if source is None:
+        return reference_statistics(_training_images(run), features, default_cache_dir())[0]
+    check_reference(source)
+    if is_statistics(source):
+        statistics = FeatureStatistics.load(source)
+        check_size(statistics, source, run.resolution, run.resolution)
+        return statistics
+    # Cropped and resized like the training images.
+    how = {name: getattr(data, name) for name in ("crop_size", "image_interpolation_mode", "on_bad_image")}
+    reference = open_reference(source, run.resolution, min(run.data.channels, 3), **how)
+    return reference_statistics(reference, features, default_cache_dir())[0]
+
+
+def _training_images(run: "TrainingRun") -> Reference:
+    data = run.config.data
+    for flag in ("precomputed_dir", "streaming"):
+        if getattr(data, flag):
+            raise UserError(f"--eval_steps cannot read all training images with --{flag}: pass --eval_reference")
+    rows = run.data.train.rows
+    transform = dataclasses.replace(
+        rows.transform, channels=min(run.data.channels, 3), center_crop=True, random_flip=False
+    )
+    return Reference(rows.source, "train", transform, data.on_bad_image == "skip", data.dataloader_num_workers)

@@ -1,0 +1,109 @@
+"""The end of a run: the pipeline or adapter that it leaves in its folder and pushes to the Hub."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from scalelong_diffusers.hub import adapters
+from scalelong_diffusers.hub.model_card import CardFacts
+from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
+from scalelong_diffusers.training.checkpoints import replace_folder
+
+
+if TYPE_CHECKING:
+    from scalelong_diffusers.training.run import TrainingRun
+
+
+def save_pipeline(run: "TrainingRun", pipeline: DiffusionPipeline, card: Mapping[str, Any]):
+    """Save and push a pipeline with EMA weights."""
+    load = f'{type(pipeline).__name__}.from_pretrained("{run.folder}")'
+    push_again = f'push_to_hub({load}, "{_repo_id(run)}")'
+    _save_and_push(run, pipeline.save_pretrained, load, partial(push_to_hub, pipeline), push_again, card)
+
+
+def save_adapter(run: "TrainingRun", pipeline: DiffusionPipeline, base_model: str):
+    """Save and push the LoRA and the skip scaling of the pipeline's U-Net."""
+    load = f'load_adapter(pipe, "{run.folder}")'
+    push_again = f'push_adapter({load}, "{_repo_id(run)}", "{base_model}")'
+    push = partial(push_adapter, pipeline, base_model=base_model)
+    _save_and_push(run, partial(adapters.save_adapter, pipeline), load, push, push_again, {})
+
+
+def _save_and_push(
+    run: "TrainingRun",
+    save: Callable[[Path], None],
+    load: str,
+    push: Callable[..., str],
+    push_again: str,
+    card: Mapping[str, Any],
+):
+    """
+    Save, say how to load what was saved, and push.
+
+    Args:
+        load: code that loads it, to be printed.
+        push_again: code that repeats a failed push, to be printed.
+    """
+    with run.evaluating():
+        run.write("the pipeline", lambda: _save_into(save, run.folder))
+        run.accelerator.print(f"saved: {load}")
+        is_main_process = run.accelerator.is_main_process
+        # The other processes do not wait for the push.
+        run.finish()
+        if run.config.output.push_to_hub and is_main_process:
+            _push(run, push, push_again, card)
+
+
+def _save_into(save: Callable[[Path], None], folder: Path):
+    """Save aside and move, the pipeline's index last, so that it never names a missing folder."""
+    aside = folder / ".partial-pipeline"
+    try:
+        save(aside)
+        for path in sorted(aside.iterdir(), key=lambda path: path.name == DiffusionPipeline.config_name):
+            if path.is_dir():
+                replace_folder(path, folder / path.name)
+            else:
+                os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: Mapping[str, Any]):
+    """Push. If that fails, only the push is lost."""
+    options, output = run.config.optimization, run.config.output
+    loss = run.metrics.last("validation_loss")
+    grids = sorted((run.folder / "samples").glob("*.png"))
+    facts = {
+        "preset": run.settings.get("preset"),
+        "training_data": run.data.description,
+        "training": {
+            "steps": run.global_step,
+            "batch size": run.size.total_batch_size,
+            "learning rate": options.learning_rate,
+            "EMA": options.ema_decay if options.use_ema else "no",
+        },
+        "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
+        "samples": Image.open(grids[-1]) if grids else None,
+        **card,
+    }
+    repo_id = _repo_id(run)
+    try:
+        url = push(repo_id, private=output.hub_private_repo, token=output.hub_token, card=CardFacts.parse(facts))
+        print(f"pushed: {url}")
+    except (OSError, ValueError) as error:
+        print(
+            f"warning: the push to {repo_id} failed ({error}); the model is complete in {run.folder}: {push_again} "
+            "tries again",
+            file=sys.stderr,
+        )
+
+
+def _repo_id(run: "TrainingRun") -> str:
+    return run.config.output.hub_model_id or run.folder.resolve().name

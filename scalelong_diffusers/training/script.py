@@ -1,0 +1,59 @@
+"""How a training script ends: in one line for what the user can change, with a traceback for a bug."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.processes import OtherProcessFailed
+
+
+class TrainingStopped(Exception):
+    """
+    The run ends before its last step. The message says why and how to resume.
+
+    Args:
+        exit_code: of the script.
+        on_all_processes: whether all processes raise it, so that one of them reports it.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, on_all_processes: bool = False):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.on_all_processes = on_all_processes
+
+
+def run_script(main: Callable[[], object]):
+    """Run the `main` of a script and exit: 2 for invalid input, 128 + the signal if interrupted, 1 for a bug."""
+    try:
+        main()
+        return
+    except TrainingStopped as error:
+        stopped = error
+    except UserError as error:
+        message = " ".join(str(error).split())
+        stopped = TrainingStopped(message, exit_code=2, on_all_processes=not isinstance(error, OtherProcessFailed))
+    except KeyboardInterrupt:
+        message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
+        stopped = TrainingStopped(message, exit_code=130)
+    except Exception:
+        if not torch.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        _exit_without_waiting(1)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first or not stopped.on_all_processes:
+        print(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
+    if torch.distributed.is_initialized():
+        _exit_without_waiting(stopped.exit_code)
+    sys.exit(stopped.exit_code)
+
+
+def _exit_without_waiting(code: int):
+    """Exit although other processes may be in a collective call, for which torch would wait forever."""
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)

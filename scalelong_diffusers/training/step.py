@@ -1,0 +1,157 @@
+"""One optimizer step: backward, clipping, AdamW, learning rate and EMA, without waiting for the device."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import nn
+
+from scalelong_diffusers.training.config import OptimizationConfig
+
+
+class StepStatistics(NamedTuple):
+    """What happened since the last look, over all processes."""
+
+    loss_sum: float
+    finite_steps: int
+    nonfinite_in_a_row: int  # up to now
+    longest_nonfinite_run: int
+    grad_norm: float
+    interrupted: bool
+
+
+class OptimizerStep:
+    """
+    Takes losses and moves the parameters.
+
+    A step whose loss or gradients are not finite leaves weights and optimizer as they are: a non-finite loss makes all
+    gradients NaN, in every process, and the fused optimizer reads `found_inf` on the device. Its EMA and learning rate
+    advance as usual. `look` is the only method that waits for the device.
+    """
+
+    def __init__(
+        self,
+        config: OptimizationConfig,
+        accelerator: Accelerator,
+        named_parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        num_steps: int,
+    ):
+        self.config = config
+        self.accelerator = accelerator
+        self.named_parameters = named_parameters
+        self.parameters = list(named_parameters.values())
+        self.optimizer = optimizer or adamw(config, self.parameters)
+        self.ema = EMAModel(self.parameters, decay=config.ema_decay, foreach=True) if config.use_ema else None
+        scheduler = get_scheduler(
+            config.lr_scheduler,
+            self.optimizer,
+            num_warmup_steps=config.lr_warmup_steps,
+            num_training_steps=num_steps,
+            num_cycles=config.lr_num_cycles,
+            power=config.lr_power,
+        )
+        # A pure function of the step: nothing of it must be saved, and several processes cannot step it twice.
+        self._lr_factor, self._base_lrs = scheduler.lr_lambdas[0], scheduler.base_lrs
+        device = self.parameters[0].device
+        # Sums of fp32 losses are exact in float64, so that a run logs the same after any interruption.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._step_loss = torch.zeros((), dtype=dtype, device=device)
+        self._grad_norm = torch.zeros_like(self._step_loss)
+        # Loss sum, finite steps, non-finite steps in a row, and the longest such run.
+        self._statistics = torch.zeros(4, dtype=dtype, device=device)
+
+    def set_learning_rate(self, step: int):
+        """Set the learning rate of the step with this number, counted from 0."""
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs):
+            group["lr"] = base * self._lr_factor(step)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def backward(self, loss: torch.Tensor):
+        """Add the gradients of one of the step's losses. NaN minus NaN and inf minus inf are NaN, all else is 0."""
+        self.accelerator.backward(loss * (1 + (loss - loss).detach()))
+        self._step_loss += loss.detach() / self.config.gradient_accumulation_steps
+
+    def update(self):
+        """Move the parameters by the gradients of all losses of the step."""
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        is_finite = norm.isfinite() & self._step_loss.isfinite()
+        if self.config.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        elif is_fused(self.optimizer):
+            self.optimizer.grad_scale, self.optimizer.found_inf = None, (~is_finite).float()
+            self.optimizer.step()
+        elif is_finite:  # an optimizer of the script's own, which cannot skip a step on the device
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.step(self.parameters)
+        self._note(is_finite, norm)
+
+    def _note(self, is_finite: torch.Tensor, norm: torch.Tensor):
+        loss_sum, finite_steps, in_a_row, longest = self._statistics.unbind()
+        in_a_row = torch.where(is_finite, 0.0, in_a_row + 1)
+        self._statistics = torch.stack(
+            [
+                loss_sum + torch.where(is_finite, self._step_loss, 0.0),
+                finite_steps + is_finite,
+                in_a_row,
+                torch.maximum(longest, in_a_row),
+            ]
+        )
+        self._grad_norm = norm
+        self._step_loss = torch.zeros_like(self._step_loss)
+
+    def look(self, interrupted: bool = False) -> StepStatistics:
+        """Wait for the device, return the statistics of all processes and start new ones."""
+        mine = torch.cat(
+            [self._statistics, self._grad_norm.to(self._statistics)[None], self._statistics.new_tensor([interrupted])]
+        )
+        rows = self.accelerator.gather(mine[None]).tolist()
+        loss_sum = math.fsum(row[0] for row in rows) / len(rows)
+        _, finite_steps, in_a_row, longest, grad_norm, interrupted = map(max, zip(*rows))
+        self.set_nonfinite_in_a_row(int(in_a_row))
+        return StepStatistics(loss_sum, int(finite_steps), int(in_a_row), int(longest), grad_norm, interrupted > 0)
+
+    def set_nonfinite_in_a_row(self, count: int):
+        """Start new statistics that continue to count non-finite steps."""
+        self._statistics = self._statistics.new_tensor([0, 0, count, 0])
+
+    def scaler_can_help(self) -> bool:
+        """Return whether fp16's gradient scaler can still avoid overflows by a smaller scale."""
+        scaler = self.accelerator.scaler
+        return scaler is not None and scaler.get_scale() > 1
+
+    def nonfinite_weights(self, count: int = 3) -> list[str]:
+        """Return the names of the first parameters with a non-finite entry."""
+        largest = torch.stack(torch._foreach_norm(self.parameters, ord=math.inf)).tolist()
+        return [name for name, value in zip(self.named_parameters, largest) if not math.isfinite(value)][:count]
+
+
+def adamw(config: OptimizationConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    """Return the AdamW of a config. The fused one can skip a step on the device."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.adam_weight_decay,
+        eps=config.adam_epsilon,
+        fused=True,
+    )
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)

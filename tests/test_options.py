@@ -1,0 +1,122 @@
+"""Options: one field says the default, the help, the bounds, and what happens on resume."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import pytest
+
+from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.options import (
+    ArgumentParser,
+    add_options,
+    as_flags,
+    build_config,
+    check_options,
+    flat_options,
+    option,
+    options_of,
+    parse_options,
+)
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = option(0.5, "a rate", above=0, at_most=1)
+    steps: int | None = option(None, "steps", at_least=1, on_resume="free")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = field(default_factory=lambda: Inner(rate=0.25))
+    mode: str = option("fast", "100 % of a mode", choices=("fast", "slow"), flag="outer_mode")
+    flip: bool = option(False, "flip")
+    words: tuple[str, ...] | None = option(None, "words")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+def parse(*words, config_class=Outer):
+    parser = ArgumentParser(prog="prog")
+    add_options(parser, Outer, "outer")
+    add_options(parser, Inner, "inner", defaults=Inner(rate=0.25))
+    return parse_options(parser, config_class, words)
+
+
+def test_defaults_come_from_the_fields():
+    assert parse() == Outer() == build_config(Outer, {})
+    assert Outer().inner.rate == 0.25  # the default of the outer field, not of the inner class
+
+
+def test_flags_accept_hyphens_and_underscores():
+    expected = Outer(Inner(rate=1.0, steps=3), "slow", True, ("a", "--b-c"[2:]))
+    assert parse("--outer-mode", "slow", "--rate=1", "--steps", "3", "--flip", "--words", "a", "b-c") == expected
+    assert parse("--outer_mode=slow", "--rate=1", "--steps=3", "--flip", "--words", "a", "b-c") == expected
+    assert parse("--no-flip") == Outer()
+
+
+def test_flat_options_rebuild_the_config():
+    config = parse("--outer_mode", "slow", "--steps", "7")
+    flat = flat_options(config)
+    assert flat == {"rate": 0.25, "steps": 7, "outer_mode": "slow", "flip": False, "words": None}
+    assert build_config(Outer, flat) == config
+    assert {flag: details.on_resume for flag, _, details in options_of(Outer)}["steps"] == "free"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": 0}, "rate must be a number, above 0 and at most 1, got 0"),
+        ({"rate": math.nan}, "rate must be a number, above 0 and at most 1, got nan"),
+        ({"rate": True}, "rate must be a number, above 0 and at most 1, got True"),
+        ({"steps": 0}, "steps must be an integer, at least 1, got 0"),
+        ({"steps": 1.5}, "steps must be an integer, at least 1, got 1.5"),
+    ],
+)
+def test_rejects_values_out_of_bounds(changes, message):
+    with pytest.raises(UserError) as error:
+        Inner(**changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "2"], "prog: --rate must be a number, above 0 and at most 1, got 2.0"),
+        (["--outer_mode", "slwo"], "prog: argument --outer_mode: invalid choice: 'slwo'"),
+        (["--stesp", "2"], "prog: unknown argument '--stesp' (did you mean '--steps'?)"),
+        (["--steps", "two"], "prog: argument --steps: invalid int value: 'two'"),
+    ],
+)
+def test_command_line_errors_are_one_line(capsys, words, message):
+    with pytest.raises(SystemExit) as exit:
+        parse(*words)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+def test_choices_suggest_the_nearest():
+    with pytest.raises(UserError, match=r"outer_mode must be one of fast, slow, got 'fsat' \(did you mean 'fast'\?\)"):
+        dataclasses.replace(Outer(), mode="fsat")
+
+
+def test_help_shows_defaults_and_escapes_percent_signs(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert "100 % of a mode (default: fast)" in text
+    assert "a rate (default: 0.25)" in text
+    assert "flip (default: off)" in text
+
+
+def test_messages_name_flags():
+    assert as_flags("rate must be small", Outer) == "--rate must be small"
+    assert as_flags("something else", Outer) == "something else"
+    assert did_you_mean("kapa", ["kappa"]) == " (did you mean 'kappa'?)"
+    assert did_you_mean("xyz", ["kappa"]) == ""
