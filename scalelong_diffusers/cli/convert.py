@@ -1,10 +1,12 @@
 """`scalelong convert` turns a `.pth` of U-ViT or ScaleLong into the folder of a `UViTModel`."""
 
 import argparse
+from typing import Any
 
-from scalelong_diffusers.cli.flags import add_skip_scaling_flags, given_skip_scaling
 from scalelong_diffusers.models.conversion import CheckpointDetails, convert_from_reference
 from scalelong_diffusers.models.uvit import TIMESTEP_CONVENTIONS
+from scalelong_diffusers.options import add_options, options_of
+from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 def add_command(commands: argparse._SubParsersAction):
@@ -24,7 +26,7 @@ def add_command(commands: argparse._SubParsersAction):
     parser.add_argument(
         "--context_length", type=int, metavar="N", help="number of text tokens, if it is a model of text"
     )
-    add_skip_scaling_flags(parser)
+    add_options(parser, SkipScalingConfig, "skip scaling")
     parser.set_defaults(run=run)
 
 
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     details = CheckpointDetails(
         num_attention_heads=arguments.num_attention_heads,
         timesteps=arguments.timesteps,
-        skip_scaling=given_skip_scaling(arguments),
+        skip_scaling=_given_fields(vars(arguments)),
         context_length=arguments.context_length,
     )
     model = convert_from_reference(arguments.source, arguments.target, details)
@@ -43,3 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"{config.timestep_scale:g}, {model.skip_scaler.config}"
     )
     return 0
+
+
+def _given_fields(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of the skip scaling that were given as flags, without defaults; None without a method."""
+    if SkipScalingConfig.from_flags(values) is None:
+        return None
+    return {field.name: values[flag] for flag, field, _ in options_of(SkipScalingConfig) if flag in values}

@@ -2,12 +2,10 @@
 
 import argparse
 import os
-from typing import Any
 
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HTTPError
 
-from scalelong_diffusers.arguments import add_skip_scaling_arguments, skip_scaling_fields
 from scalelong_diffusers.options import add_options
 
 
@@ -34,16 +32,6 @@ class AliasedGroup:
     def add_options(self, config_class: type, without: tuple[str, ...] = ()):
         """Add a flag for each option of a config class."""
         add_options(self, config_class, without=without)
-
-
-def add_skip_scaling_flags(parser: argparse.ArgumentParser):
-    """Add `--skip_scaling`, `--kappa` and `--skip_scaling_<field>`."""
-    add_skip_scaling_arguments(parser)
-
-
-def given_skip_scaling(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the fields of the skip scaling that were given as flags, or None without a method."""
-    return skip_scaling_fields(arguments)
 
 
 def use_cache_if_offline(*sources: str):

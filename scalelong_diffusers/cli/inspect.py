@@ -3,34 +3,36 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
-import scalelong_diffusers
-from scalelong_diffusers.cli.flags import add_skip_scaling_flags, given_skip_scaling, use_cache_if_offline
+import scalelong_diffusers.models.unets
+import scalelong_diffusers.models.uvit  # noqa: F401  these modules define the classes that are found by name
+from scalelong_diffusers.cli.flags import use_cache_if_offline
 from scalelong_diffusers.download import HubUnreachable, read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.models.mixin import SkipScalingMixin, scaled_class
+from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.options import add_options
 from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser("inspect", help="list the long skip connections of a model and their factors")
     parser.add_argument("model", help="a model or pipeline: a local folder or an id on the Hub")
-    add_skip_scaling_flags(parser)
+    add_options(parser, SkipScalingConfig, "skip scaling")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     use_cache_if_offline(arguments.model)
-    skips = skip_connections(model_skeleton(arguments.model, given_skip_scaling(arguments)))
+    config = SkipScalingConfig.from_flags(vars(arguments))
+    skips = skip_connections(model_skeleton(arguments.model, config))
     if arguments.json:
         rows = [dataclasses.asdict(skip) for skip in skips]
         print(json.dumps({"skip_scaling": skips.config.to_dict(), "parameters": skips.parameters, "skips": rows}))
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def model_skeleton(source: str, skip_scaling: Mapping[str, Any] | None = None) -> nn.Module:
+def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -> nn.Module:
     """
     Build the scalable model of a folder or Hub id on the meta device.
 
@@ -50,7 +52,7 @@ def model_skeleton(source: str, skip_scaling: Mapping[str, Any] | None = None) -
     config = _load_model_config(source)
     if "_class_name" not in config:
         raise UserError(f"{source} is not a model: its {ModelMixin.config_name} has no '_class_name'")
-    model_class = _scalable_class(config["_class_name"])
+    model_class = scaled_class_by_name(config["_class_name"])
     if model_class is None:
         raise UserError(f"{source}: {config['_class_name']} has no long skip connections that can be scaled")
     replaced = {} if skip_scaling is None else {"skip_scaling": skip_scaling}
@@ -71,7 +73,7 @@ def _load_model_config(source: str) -> dict[str, Any]:
         )
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     for name, class_name in components.items():
-        if class_name and _scalable_class(class_name):
+        if class_name and scaled_class_by_name(class_name):
             config = read_json(source, f"{name}/{ModelMixin.config_name}")
             if config is None:
                 raise UserError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline needs")
@@ -92,12 +94,3 @@ def _advice(folder: Path) -> str:
     """Return advice for the folder of a checkpoint, which has its model in a folder of its own."""
     model = folder / "unet"
     return f"; inspect {model} instead" if (model / ModelMixin.config_name).is_file() else ""
-
-
-def _scalable_class(name: str) -> type | None:
-    """Return the scaled class for the name of a scaled class or of one in diffusers."""
-    model_class = getattr(scalelong_diffusers, name, None)
-    if isinstance(model_class, type) and issubclass(model_class, SkipScalingMixin):
-        return model_class
-    plain = getattr(diffusers, name, None)
-    return scaled_class(plain) if isinstance(plain, type) else None
