@@ -26,7 +26,7 @@ def add_command(commands: argparse._SubParsersAction):
     parser.add_argument(
         "--context_length", type=int, metavar="N", help="number of text tokens, if it is a model of text"
     )
-    add_options(parser, SkipScalingConfig, "skip scaling")
+    add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
     parser.set_defaults(run=run)
 
 

@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    config = build_config(EvaluateConfig, given)
+    config = build_config(EvaluateConfig, given, model=arguments.model)
     use_cache_if_offline(*({config.model, config.reference, config.features} - {SHAPES, INCEPTION}))
     data = {flag: given[flag] for flag, _, _ in options_of(ReferenceConfig) if flag in given}
     evaluation = Evaluation(config, data)
@@ -244,13 +244,13 @@ def _evaluate_folder(evaluation: Evaluation) -> dict[str, Any]:
 
 def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[str, Any]:
     """Make the missing images and evaluate them. `given` holds the flags."""
-    config = build_config(SampleConfig, given)
+    config = build_config(SampleConfig, given, model=evaluation.config.model)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
     folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
     _ = evaluation.extractor  # fails before images are made, not after
     pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
     pipe.to(evaluation.device)
-    prompts = _read_prompts(given, pipe)
+    prompts = _read_prompts(given, config, pipe)
     needs_captions = isinstance(pipe, ScaleLongTextToImagePipeline) and prompts is None
     height, width = pipe.image_size()
     reference = evaluation.open_reference(width, height, _channels(pipe), needs_captions)
@@ -264,7 +264,7 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
     return evaluation.measure(ImageFiles.sampled(folder, n), statistics, _settings(folder), folder)
 
 
-def _read_prompts(given: dict[str, Any], pipe: SamplingPipeline) -> list[str] | None:
+def _read_prompts(given: dict[str, Any], config: SampleConfig, pipe: SamplingPipeline) -> list[str] | None:
     """Return the prompts of `--prompt` or `--prompt_file`, or None if neither is given."""
     if "prompt_file" not in given:
         return given.get("prompt")
@@ -273,7 +273,7 @@ def _read_prompts(given: dict[str, Any], pipe: SamplingPipeline) -> list[str] | 
     file = given["prompt_file"]
     if not isinstance(pipe, ScaleLongTextToImagePipeline):
         kind = type(pipe).__name__
-        raise UserError(f"--prompt_file needs a text-to-image pipeline, and {given['model']} is a {kind}")
+        raise UserError(f"--prompt_file needs a text-to-image pipeline, and {config.model} is a {kind}")
     if not file.is_file():
         raise UserError(f"--prompt_file {file} does not exist")
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -24,7 +24,7 @@ from scalelong_diffusers.scaling import SkipScalingConfig
 def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser("inspect", help="list the long skip connections of a model and their factors")
     parser.add_argument("model", help="a model or pipeline: a local folder or an id on the Hub")
-    add_options(parser, SkipScalingConfig, "skip scaling")
+    add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

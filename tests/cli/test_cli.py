@@ -113,7 +113,7 @@ class TestInspect:
         "incomplete pipeline": (["{incomplete}"], ["lacks unet/config.json"]),
         "kappa": (["{sd}", "--skip-scaling", "cs", "--kappa", "2"], ["kappa", "2"]),
         "kappa text": (["{sd}", "--kappa", "much"], ["--kappa", "much"]),
-        "method": (["{sd}", "--skip-scaling", "constnt"], ["'constnt' (did you mean 'constant'?)"]),
+        "method": (["{sd}", "--skip-scaling", "constnt"], ["'constnt'", "'constant'"]),
         "field without method": (["{sd}", "--kappa", "0.9"], ["kappa", "skip_scaling"]),
         "unused field": (["{sd}", "--skip-scaling", "inv_sqrt2", "--kappa", "0.9"], ["kappa=0.9", "inv_sqrt2"]),
         "flag": (["{sd}", "--skip-scalin", "cs"], ["'--skip_scalin' (did you mean '--skip_scaling'?)"]),
