@@ -51,7 +51,10 @@ def reference_statistics(
     # If one of several machines lacks the file, all compute the statistics together.
     if all(gather_object([file.is_file()])):
         return FeatureStatistics.load(file), file
-    file.parent.mkdir(parents=True, exist_ok=True)  # fails before the long computation, not after
+    try:  # before the long computation, not after
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder for statistics cannot be created: {error}; give another cache_dir") from error
     transform = reference.transform
     about = {
         "reference": reference.description,

@@ -89,7 +89,10 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
         raise UserError(f"{target} already exists and is not overwritten")
     model = model_from_reference(load_reference(source), details, source)
     parent = os.path.dirname(os.path.abspath(target))
-    os.makedirs(parent, exist_ok=True)
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{target} cannot be created: {error}") from error
     # Written to a folder on the same disk and renamed, so that a failed write leaves nothing.
     with tempfile.TemporaryDirectory(dir=parent, prefix=".") as folder:
         partial = os.path.join(folder, "model")

@@ -58,6 +58,11 @@ class TestReference:
         (tmp_path / "empty").mkdir()
         assert "folder empty" in error_of(pictures(3), reference=tmp_path / "empty")
 
+    def test_with_a_cache_folder_that_is_a_file(self, error_of, pictures, tmp_path):
+        (tmp_path / "file").write_text("words")
+        line = error_of(pictures(3), "--num_shapes", 20, cache_dir=tmp_path / "file")
+        assert "the folder for statistics cannot be created: " in line
+
     def test_of_one_image(self, error_of, pictures):
         assert "at least two images are needed" in error_of(pictures(3), reference=pictures(1, "one"))
 

@@ -306,6 +306,9 @@ def test_overwrites_nothing(tmp_path, capsys):
         assert f"{target} already exists" in output
         assert os.listdir(tmp_path / "out") == ["mine"]
         assert (tmp_path / "in.pth").read_bytes() == before
+    code, output = run(capsys, tmp_path / "in.pth", tmp_path / "in.pth" / "out", *DETAILS, "--skip_scaling", "none")
+    assert code == 2
+    assert "in.pth/out cannot be created: " in output
 
 
 @pytest.mark.parametrize("target_exists", [False, True])
