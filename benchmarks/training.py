@@ -1,12 +1,13 @@
 """
-What the training loop costs, beside forward, backward and the optimizer's step.
+Measure the cost of the training loop on top of forward, backward and optimizer step.
 
     python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint|precomputed] [--json]
 
-loop: steps of the unconditional script's loop, with its data, noise, average, clipping and log, against a bare loop of
-the same model and optimizer whose batches and noise are there already; side by side in one run. loader: the images per
-second that are read without training. checkpoint: writing one of the U-ViT S/2 of CIFAR-10. precomputed:
-steps of a model of latents from precomputed features against those with the autoencoder in the loop.
+- loop: steps of the unconditional script, with data, noise, EMA, clipping and log, against a bare loop of the same
+  model and optimizer with a fixed batch and noise, interleaved in one run.
+- loader: images read per second without training.
+- checkpoint: writing a checkpoint of the U-ViT S/2 of CIFAR-10.
+- precomputed: steps from precomputed latents against steps with the autoencoder in the loop.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import enough_rounds, machine, paired_ratio, paired_times
+from measure import machine, paired_ratio, paired_times, round_count
 from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
@@ -48,7 +49,7 @@ def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, Traini
     settings = build_config(DataConfig, vars(args))
     data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
     unet = build_model(args, data)
-    with contextlib.redirect_stdout(None):  # the settings
+    with contextlib.redirect_stdout(None):  # it prints the settings
         loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
     return loop, NoiseProcess.from_arguments(args), data
 
@@ -122,15 +123,15 @@ def measure_checkpoint(folder: Path) -> dict:
         "seconds": min(writing),
         "mebibytes": size / 2**20,
         "step_seconds": min(training),
-        f"part of a step, every {every} steps": min(writing) / every / min(training),
+        f"fraction of a step at one checkpoint per {every} steps": min(writing) / every / min(training),
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=enough_rounds, default=12)
-    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=round_count, default=12, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"], help="run one measurement")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parts = {

@@ -1,13 +1,13 @@
 """
-What of constant scaling makes its difference? A plain U-ViT, trained with one or both of what CS comes to.
+Train a plain U-ViT with parts of what makes constant scaling (CS) differ, to find out which part matters.
 
-    python benchmarks/without_factors.py --of_cs init|rate|both [the flags of train_unconditional.py]
+    python benchmarks/without_factors.py --of_cs init|rate|both [flags of train_unconditional.py]
 
-CS multiplies the i-th skip by k before `skip_proj` reads it: W (k x) = (k W) x. With V = k W as the weight of a plain
-model its output is the same, and AdamW moves V as it would have moved W where V starts k times as large, at a rate
-times k, with eps / k (the gradients of V are those of W divided by k) and weight decay / k (which is taken times the
-rate). So `both` is CS itself as long as nothing is clipped (the norm of all gradients has those of V in it); `init`
-and `rate` are each a part of it.
+CS multiplies the i-th skip by k before `skip_proj` reads it: W (k x) = (k W) x. So a plain model with V = k W has the
+same output. AdamW moves V like k W if V starts with the initial weights times k and trains with its learning rate
+times k, eps / k (the gradients of V are the gradients of W divided by k) and weight decay / k (AdamW multiplies it by
+the learning rate). So `both` equals CS as long as gradients are not clipped (the total gradient norm contains the
+gradients of V). `init` and `rate` are its two parts.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from scalelong_diffusers.training import (
 
 
 def without_factors(model: UViTModel, args: argparse.Namespace) -> torch.optim.AdamW:
-    """Take the factors out of a model with CS, and put into its weights and its optimizer what `--of_cs` names."""
+    """Remove the factors of a CS model and apply the part of CS that `--of_cs` names to its weights and optimizer."""
     factors = {model.get_submodule(skip.where).weight: skip.factor for skip in skip_connections(model)}
     remove_skip_scaling(model)
     if args.of_cs in ("init", "both"):
@@ -59,8 +59,8 @@ def without_factors(model: UViTModel, args: argparse.Namespace) -> torch.optim.A
 
 
 def main(argv: Sequence[str] | None = None):
-    parser = training_parser("Train a plain U-ViT with what CS comes to.", condition=None)
-    parser.add_argument("--of_cs", choices=("init", "rate", "both"), required=True)
+    parser = training_parser("Train a plain U-ViT with parts of CS.", condition=None)
+    parser.add_argument("--of_cs", choices=("init", "rate", "both"), required=True, help="part of CS to apply")
     args = parse_training_arguments(parser, argv)
     with mistakes_as_sentences():
         accelerator = start(args)

@@ -1,5 +1,4 @@
-"""Constant scaling is an initialisation, a rate, an eps and a weight decay of a plain model's weights: part D of the
-convergence benchmark, where both are the same training."""
+"""CS equals a plain model with other initial weights, learning rate, eps and weight decay (part D)."""
 
 import argparse
 import copy
@@ -39,7 +38,7 @@ def scaled():
 
 
 def train(model, optimizer):
-    """The losses of some steps."""
+    """Train for some steps and return the losses."""
     torch.manual_seed(1)
     losses = []
     for _ in range(12):
@@ -52,13 +51,13 @@ def train(model, optimizer):
     return losses
 
 
-def test_both_are_constant_scaling(without_factors, scaled):
+def test_both_parts_together_equal_constant_scaling(without_factors, scaled):
     losses = without_factors(scaled, "both")
     assert losses == pytest.approx(train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM)), abs=1e-10)
 
 
 @pytest.mark.parametrize("of_cs", ["init", "rate"])
-def test_one_alone_is_not(without_factors, scaled, of_cs):
+def test_one_part_alone_differs(without_factors, scaled, of_cs):
     losses = without_factors(scaled, of_cs)
     cs = train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM))
     assert abs(losses[-1] - cs[-1]) > 1e-5

@@ -44,8 +44,6 @@ def read_image(file: str | bytes) -> Image.Image:
             return _with_eight_bits(image)
     except MemoryError:
         raise
-    except FileNotFoundError as error:
-        raise UserError("the file does not exist") from error
     except Image.UnidentifiedImageError as error:
         raise UserError("not an image that Pillow can open") from error
     except Exception as error:  # Pillow's decoders raise errors of many types
