@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    config = build_config(EvaluateConfig, given, model=arguments.model)
+    config = build_config(EvaluateConfig, given)
     use_cache_if_offline(*({config.model, config.reference, config.features} - {SHAPES, INCEPTION}))
     data = {flag: given[flag] for flag, _, _ in options_of(ReferenceConfig) if flag in given}
     evaluation = Evaluation(config, data)
@@ -244,7 +244,7 @@ def _evaluate_folder(evaluation: Evaluation) -> dict[str, Any]:
 
 def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[str, Any]:
     """Make the missing images and evaluate them. `given` holds the flags."""
-    config = build_config(SampleConfig, given, model=evaluation.config.model)
+    config = build_config(SampleConfig, given)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
     folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
     _ = evaluation.extractor  # fails before images are made, not after

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.output_dir
     try:
         use_cache_if_offline(arguments.model)
-        config = build_config(SampleConfig, vars(arguments), model=arguments.model)
+        config = build_config(SampleConfig, vars(arguments))
         pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
         pipe.to(choose_device(arguments.device))
         made = Sampling(pipe, config, folder, arguments.num_images, arguments.batch_size).make()
