@@ -91,6 +91,6 @@ def _read_json(source: str, name: str) -> dict[str, Any] | None:
 
 
 def _advice(folder: Path) -> str:
-    """Return advice for the folder of a checkpoint, which has its model in a folder of its own."""
+    """Return advice for a checkpoint, whose model is in a subfolder."""
     model = folder / "unet"
     return f"; inspect {model} instead" if (model / ModelMixin.config_name).is_file() else ""
