@@ -78,7 +78,7 @@ def reference_statistics(
 
 
 def with_progress(share: Iterable[torch.Tensor], n: int, batch_size: int, label: str) -> Iterator[torch.Tensor]:
-    """Show a progress bar for the main process's share of n images."""
+    """Wrap the batches of one process in a progress bar, which the main process shows."""
     team = processes()
     total = math.ceil(n / (batch_size * team.num_processes))
     layout = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
