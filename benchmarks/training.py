@@ -25,16 +25,7 @@ from measure import machine, paired_ratio, paired_times, round_count
 from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
-from scalelong_diffusers.options import build_config
-from scalelong_diffusers.training import (
-    NoiseProcess,
-    TrainingLoop,
-    build_model,
-    parse_training_arguments,
-    settle,
-    start,
-    training_parser,
-)
+from scalelong_diffusers.training import NoiseProcess, TrainingConfig, TrainingRun, make_config
 
 
 LIMIT = 0.97
@@ -42,34 +33,30 @@ BATCH = 32
 LOADED = 6_000  # images
 
 
-def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, TrainingData]:
-    words = [f"--{name}={value}" for name, value in {"output_dir": folder, "max_train_steps": 10**6, **flags}.items()]
-    args = parse_training_arguments(training_parser("", condition=None), words)
-    accelerator = start(args)
-    settings = build_config(DataConfig, vars(args))
-    data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
-    unet = build_model(args, data)
+def make_run(folder: Path, **options) -> tuple[TrainingRun, NoiseProcess]:
+    run = TrainingRun(make_config(TrainingConfig, output_dir=str(folder), max_train_steps=10**6, **options))
+    run.load_data()
     with contextlib.redirect_stdout(None):  # it prints the settings
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
-    return loop, NoiseProcess.from_arguments(args), data
+        run.start({"unet": run.build_model()})
+    return run, run.noise_process()
 
 
-def our_step(loop: TrainingLoop, process: NoiseProcess) -> Callable[[], None]:
-    batches = iter(loop)
+def our_step(run: TrainingRun, process: NoiseProcess) -> Callable[[], None]:
+    batches = iter(run)
 
     def step():
         batch = next(batches)
         clean = batch["pixel_values"]
         noise = batch.normal_like(clean, "noise")
         timesteps = process.timesteps(batch.uniform("timestep"))
-        prediction = loop.models["unet"](process.add_noise(clean, noise, timesteps), timesteps).sample
-        loop.step(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+        prediction = run.models["unet"](process.add_noise(clean, noise, timesteps), timesteps).sample
+        run.step(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
 
     return step
 
 
 def bare_step(model: torch.nn.Module, data: TrainingData, process: NoiseProcess) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, fused=True)
     batch = next(iter(data.train.batches(batch_size=BATCH)))
     noise = torch.randn_like(batch["pixel_values"])
     timesteps = process.timesteps(torch.rand(BATCH))
@@ -84,9 +71,8 @@ def bare_step(model: torch.nn.Module, data: TrainingData, process: NoiseProcess)
 
 
 def measure_loop(rounds: int, folder: Path) -> dict:
-    loop, process, data = make_loop(folder / "loop", resolution=32, train_batch_size=BATCH)
-    bare = build_model(loop.args, data)
-    steps = {"ours": our_step(loop, process), "bare": bare_step(bare, data, process)}
+    run, process = make_run(folder / "loop", resolution=32, train_batch_size=BATCH)
+    steps = {"ours": our_step(run, process), "bare": bare_step(run.build_model(), run.data, process)}
     times = paired_times(steps, rounds)
     throughput = paired_ratio(times["bare"], times["ours"])
     seconds = sorted(times["ours"])[rounds // 2]
@@ -106,19 +92,19 @@ def measure_loader() -> dict:
 
 
 def measure_checkpoint(folder: Path) -> dict:
-    flags = {"preset": "cifar10-uvit-s-2", "train_batch_size": 8, "checkpoints_total_limit": 1}
-    loop, process, _ = make_loop(folder / "checkpoint", **flags)
-    step, writing, training = our_step(loop, process), [], []
+    options = {"preset": "cifar10-uvit-s-2", "train_batch_size": 8, "checkpoints_total_limit": 1}
+    run, process = make_run(folder / "checkpoint", **options)
+    step, writing, training = our_step(run, process), [], []
     for _ in range(4):
         begin = time.perf_counter()
         step()
         training.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        loop.save_checkpoint()
+        run.save_checkpoint()
         writing.append(time.perf_counter() - begin)
-    path = loop.checkpoints.path(loop.global_step)
+    path = run.checkpoints.path(run.global_step)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    every = loop.args.checkpointing_steps
+    every = run.config.output.checkpointing_steps
     return {
         "seconds": min(writing),
         "mebibytes": size / 2**20,
