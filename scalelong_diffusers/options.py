@@ -175,7 +175,7 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
 def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
     fields = dataclasses.fields(config_class)
     flags = {
-        field.name: "option" in field.metadata and field.metadata["option"].flag or field.name for field in fields
+        field.name: ("option" in field.metadata and field.metadata["option"].flag) or field.name for field in fields
     }
     given = {name: values[flag] for name, flag in flags.items() if flag in values}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
