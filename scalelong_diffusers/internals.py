@@ -14,3 +14,8 @@ def register_library(name: str):
     except ImportError:
         return
     LOADABLE_CLASSES.setdefault(name, {"ModelMixin": ["save_pretrained", "from_pretrained"]})
+
+
+def adapter_names(model) -> list[str]:
+    """Return the names of the LoRAs that a diffusers model has."""
+    return list(model.peft_config) if getattr(model, "_hf_peft_config_loaded", False) else []
