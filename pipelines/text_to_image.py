@@ -151,7 +151,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
 
     def _embeds(self, name: str, prompt: str | list[str] | None, embeds: torch.Tensor | None) -> torch.Tensor:
         if (prompt is None) == (embeds is None):
-            raise UserError(f"give {name} or {name}_embeds, {'one of them' if prompt is None else 'not both'}")
+            raise UserError(f"give either {name} or {name}_embeds{'' if prompt is None else ', not both'}")
         if embeds is None:
             prompts = [prompt] if isinstance(prompt, str) else prompt
             check_texts(name, prompts)

@@ -31,7 +31,7 @@ def prepare_for_fine_tuning(
     """
     Scale the long skips of the pipeline's U-Net without changing its output, and return the trainable parameters.
 
-    These are all parameters or, with `lora_rank`, only those of the LoRA and the gates, in float32. Factors that do
+    These are all parameters or, with `lora_rank`, only the LoRA and the gates, in float32. Factors that do
     not start at 1 get strength 0 (see [`config_without_jump`]); increase it to 1 during the first steps with
     `set_skip_scaling_strength`. A U-Net that already has this scaling keeps its gates and strength. Call this before
     EMA weights, optimizer and accelerator see the U-Net.
