@@ -1,8 +1,8 @@
 """
 A device without data, to find device mismatches and host synchronizations without a GPU.
 
-Tensors on the CPU are real inside the mode, tensors on `DEVICE` are fake. So code that reads a value on the device, for
-example with `.item()`, raises, and code that mixes devices does, too.
+Inside the mode, tensors on the CPU are real and tensors on `DEVICE` are fake. So code that reads a value on the
+device, for example with `.item()`, raises an error, and so does code that mixes devices.
 """
 
 import torch

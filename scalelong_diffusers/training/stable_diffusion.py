@@ -108,7 +108,9 @@ def tokenize_prompts(pipe: StableDiffusion) -> dict[str, Callable[[Sequence[str]
 
 
 def _tokenize(tokenizer: CLIPTokenizer, captions: Sequence[str]) -> torch.Tensor:
-    captions = TextualInversionLoaderMixin().maybe_convert_prompt(list(captions), tokenizer)
+    added = tokenizer.added_tokens_encoder
+    if any(f"{token}_1" in added for token in added):  # a textual inversion with several vectors
+        captions = TextualInversionLoaderMixin().maybe_convert_prompt(list(captions), tokenizer)
     return tokenize(captions, tokenizer, tokenizer.model_max_length)
 
 

@@ -24,9 +24,7 @@ def pipes(build, quiet, tiny_clip):
     classes, text = build("UNet2DModel", "classes"), build("UViTModel", "text")
     return {
         "nothing": quiet(ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing"), DDIMScheduler()),
-        "classes": quiet(
-            ScaleLongClassConditionalPipeline, classes, DDIMScheduler(), class_names=NAMES, null_class=4
-        ),
+        "classes": quiet(ScaleLongClassConditionalPipeline, classes, DDIMScheduler(), class_names=NAMES, null_class=4),
         "plain classes": quiet(ScaleLongClassConditionalPipeline, classes, DDIMScheduler()),
         "text": quiet(ScaleLongTextToImagePipeline, text, DDIMScheduler(), *tiny_clip),
         "embeds": quiet(ScaleLongTextToImagePipeline, text, DDIMScheduler()),
@@ -72,7 +70,7 @@ CALLS = [
     ("nothing", [], {"timesteps": [1], "sigmas": [1.0]}, "give either timesteps or sigmas, not both"),
     ("nothing", [], {"timesteps": [1]}, "DDIMScheduler takes no custom timesteps; give num_inference_steps"),
     ("nothing", [], {"output_type": "jpg"}, "output_type must be one of pil, np, pt, latent, got 'jpg'"),
-    ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among latents, prompt_embeds; got 'no"),
+    ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among latents, prompt_embeds; got '"),
 ]  # fmt: skip
 
 
@@ -217,12 +215,16 @@ class TestFolders:
     def test_says_how_to_finish_an_unfinished_run(self, tmp_path):
         for step in (8, 78, 9):
             (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
-        message = r"run is an unfinished training run \(last checkpoint: checkpoint-78\), .* --resume_from_checkpoint lat"
+        message = (
+            r"run is an unfinished training run \(last checkpoint: checkpoint-78\), .* --resume_from_checkpoint lat"
+        )
         self.check(tmp_path / "run", message)
 
     def test_says_how_to_convert_a_single_file(self, tmp_path):
         (tmp_path / "model.safetensors").touch()
-        message = r"model.safetensors is a single file, .* StableDiffusionPipeline.from_single_file, then save_pretrained"
+        message = (
+            r"model.safetensors is a single file, .* StableDiffusionPipeline.from_single_file, then save_pretrained"
+        )
         self.check(tmp_path / "model.safetensors", message)
 
     def test_rejects_a_damaged_index(self, folder):

@@ -98,7 +98,6 @@ class TestGuidance:
             assert (together[k] - alone[0]).abs().max() <= 1 / 255
 
 
-
 def test_saves_names_and_null_class(pipe, tmp_path):
     assert pipe.config.null_class == 4
     assert list(pipe.config.class_names.values()) == NAMES

@@ -63,7 +63,7 @@ class TestPipelines:
         check_images(sample(pipe, "a", guidance_scale=3, output_type="latent"), 1, 4, 8, 8)
 
     def test_all_schedulers(self, build, quiet):
-        unet = build("UViTModel", "nothing", num_layers=2)
+        unet = build("UViTModel", "nothing")
         for name in SCHEDULERS:
             pipe = quiet(ScaleLongUnconditionalPipeline, unet, getattr(diffusers, name)())
             check_images(sample(pipe, num_inference_steps=4), 1, 3, 8, 8)

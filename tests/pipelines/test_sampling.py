@@ -185,9 +185,7 @@ class TestLatents:
         torch.testing.assert_close(images, (expected / 2 + 0.5).clamp(0, 1))
         assert images.shape == (1, 3, 16, 16)
 
-    def test_latent_scale_overrides_the_scaling_factor_of_the_vae(
-        self, build, quiet, tiny_vae, generators
-    ):
+    def test_latent_scale_overrides_the_scaling_factor_of_the_vae(self, build, quiet, tiny_vae, generators):
         tiny_vae.register_to_config(shift_factor=0.3)
         unet = build("UViTModel", "nothing", in_channels=4)
         pipe = quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler(), vae=tiny_vae, latent_scale=0.2301)
@@ -297,7 +295,9 @@ def test_rejects_images_that_are_not_finite(build, quiet):
     pipe = quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler(clip_sample=False))
     torch.nn.init.constant_(unet.conv_out.bias, float("inf"))
     for output_type in ("pil", "latent"):
-        with pytest.raises(NonFiniteImages, match="not finite: training diverged, or .* too large for torch.float32"):
+        with pytest.raises(
+            NonFiniteImages, match=r"not finite: training diverged, or .* too large for torch\.float32"
+        ):
             pipe(num_inference_steps=1, output_type=output_type)
 
 

@@ -27,9 +27,7 @@ def draw(pipe, prompt, generators, **kwargs):
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler])
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 @pytest.mark.parametrize("skip_scaling", [None, "cs"])
-def test_equals_stable_diffusion(
-    tiny_stable_diffusion, quiet, generators, scheduler, guidance, skip_scaling
-):
+def test_equals_stable_diffusion(tiny_stable_diffusion, quiet, generators, scheduler, guidance, skip_scaling):
     stock = tiny_stable_diffusion
     stock.set_progress_bar_config(disable=True)
     stock.scheduler = scheduler()
