@@ -64,8 +64,8 @@ if ONLINE:
     reader = sys.argv[2]
     RESULTS["errors"] = {
         "missing": error_of(lambda: load_pipeline("tester/nothing")),
-        "private": error_of(lambda: load_pipeline("tester/classes", token=reader)),
-        "private without a token": error_of(lambda: load_pipeline("tester/classes", token=False)),
+        "private": error_of(lambda: load_pipeline("tester/private", token=reader)),
+        "private without a token": error_of(lambda: load_pipeline("tester/private", token=False)),
         "revision": error_of(lambda: load_pipeline("tester/saved", revision="v9")),
         "a model": error_of(lambda: load_pipeline("tester/unet")),
         "adapter revision": try_adapter("tester/adapter", "nowhere"),

@@ -39,6 +39,7 @@ RESULTS["urls"] = [
     push_to_hub(stock(), "tester/stock"),
 ]
 classes().save_pretrained("saved", push_to_hub=True, repo_id="tester/saved")
+classes().push_to_hub("tester/private", private=True)
 RESULTS["images"] = [*(draw(classes(seed), "dog", guidance_scale=2) for seed in range(3)), draw(stock())]
 
 facts = {"training_data": "Fashion-MNIST", "samples": Image.new("RGB", (32, 32), "red")}

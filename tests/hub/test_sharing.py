@@ -112,8 +112,8 @@ def check_errors(errors):
     unknown = "is neither a local folder nor a Hub repository that you can read; for a private one log in with"
     for name, message in {
         "missing": f"tester/nothing {unknown}",
-        "private": f"tester/classes {unknown}",
-        "private without a token": f"tester/classes {unknown}",
+        "private": f"tester/private {unknown}",
+        "private without a token": f"tester/private {unknown}",
         "revision": "tester/saved has no branch, tag or commit 'v9'",
         "a model": "tester/unet is not a pipeline: it has no model_index.json",
         "forbidden": "the Hub refused the request for tester/saved with status 403; your token (`hf auth whoami`)",
