@@ -173,12 +173,14 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
 
 
 def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dataclasses.fields(config_class)
-    flags = {
-        field.name: ("option" in field.metadata and field.metadata["option"].flag) or field.name for field in fields
-    }
-    given = {name: values[flag] for name, flag in flags.items() if flag in values}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    """Return the given values by field, without nested configs."""
+    given = {}
+    for field in dataclasses.fields(config_class):
+        flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
+        if flag in values and _nested_config(config_class, field) is None:
+            value = values[flag]
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return given
 
 
 def _own_options(config_class: type) -> list[tuple[dataclasses.Field, Option]]:

@@ -438,11 +438,11 @@ def build_kind(cases, tiny_vae):
 @pytest.fixture
 def hub(in_fresh_process, tmp_path):
     """
-    A Hub on loopback (tests/loopback_hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
+    A Hub on loopback (tests/helpers/loopback_hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
     `hub(code, *args, token=hub.owner_token, home="home")`. A home keeps what was downloaded for later processes.
     """
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("loopback_hub.py"))], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__).parent / "helpers" / "loopback_hub.py")], stdout=subprocess.PIPE, text=True
     )
     url = server.stdout.readline().strip()
 
