@@ -1,4 +1,4 @@
-"""Images of classes, which are asked for by number or by name."""
+"""Class-conditional sampling, with classes given by number or name."""
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,23 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 
-from scalelong_diffusers.errors import did_you_mean
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
 from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, check_size, unwrap_model
 
 
 class ScaleLongClassConditionalPipeline(SamplingPipeline):
     """
-    Samples a model of classes.
+    Pipeline for class-conditional image generation.
 
     Args:
-        unet: a U-Net of diffusers or a model of scalelong_diffusers, with `num_class_embeds`.
-        scheduler: any scheduler of diffusers that fits.
-        vae: what decodes the model's latents; None where it makes pixels.
-        class_names: the names of the classes, in their order, or a dict from number to name.
-        null_class: the class that stands for none, which guidance needs: the last one, `num_class_embeds - 1`, or None
-            for a model that was trained without.
-        latent_scale: the factor on the latents that the model was trained with, where it is not that of the vae.
+        unet: a diffusers U-Net or a model of scalelong_diffusers, with `num_class_embeds`.
+        scheduler: any diffusers scheduler that fits.
+        vae: decodes the model's latents; None for a model of pixels.
+        class_names: the names of the classes in order, or a dict from number to name.
+        null_class: the class that means "no class", which guidance needs. It is the last one, `num_class_embeds - 1`;
+            None for a model that was trained without it.
+        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
 
     ```python
     pipe = ScaleLongClassConditionalPipeline(unet, DDIMScheduler(), class_names=["cat", "dog"], null_class=2)
@@ -47,52 +47,47 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         self._set_up(unet, scheduler, vae, latent_scale)
         num_embeds = unwrap_model(unet).config.num_class_embeds
         if null_class is not None and (isinstance(null_class, bool) or null_class != num_embeds - 1):
-            raise ValueError(
-                f"null_class must be the last class, {num_embeds - 1} for num_class_embeds={num_embeds}, or None; got "
+            raise UserError(
+                f"null_class must be None or the last class ({num_embeds - 1}, as num_class_embeds={num_embeds}), got "
                 f"{null_class!r}"
             )
         names = _class_names(class_names, num_embeds - (null_class is not None))
-        # A dict, because diffusers takes a list in the config of a pipeline for one of its components.
+        # A dict, because diffusers mistakes a list in a pipeline's config for a component.
         self.register_to_config(class_names=names, null_class=null_class)
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are, without the one that stands for none."""
+        """The number of classes without the null class."""
         return unwrap_model(self.unet).config.num_class_embeds - (self.config.null_class is not None)
 
     def class_ids(self, class_labels: int | str | Iterable[int | str] | torch.Tensor) -> list[int]:
-        """The numbers of classes that are given by number or by name."""
+        """Return the numbers of classes that are given by number or name."""
         if isinstance(class_labels, torch.Tensor):
             class_labels = class_labels.tolist()
         is_one = isinstance(class_labels, str) or not isinstance(class_labels, Iterable)
         labels = [class_labels] if is_one else list(class_labels)
         if not labels:
-            raise ValueError("class_labels is empty; give at least one class")
-        return [self._class_id(label) for label in labels]
+            raise UserError("class_labels is empty; give at least one class")
+        return [self._class_by_name(label) if isinstance(label, str) else self._class_id(label) for label in labels]
 
-    def _class_id(self, label: int | str) -> int:
-        if isinstance(label, str):
-            return self._class_of_name(label)
-        if isinstance(label, bool) or not isinstance(label, numbers.Integral):
-            raise TypeError(f"a class is given by its number or its name, got {label!r}")
+    def _class_id(self, label: int) -> int:
         null = self.config.null_class
-        if not 0 <= label < self.num_classes and label != null:
+        is_number = isinstance(label, numbers.Integral) and not isinstance(label, bool)
+        if not is_number or not (0 <= label < self.num_classes or label == null):
             none = "" if null is None else f" (or {null}, no class)"
-            raise ValueError(f"class {label} is out of range; accepted: 0..{self.num_classes - 1}{none}")
+            raise UserError(f"class {label!r} is unknown; accepted: 0..{self.num_classes - 1}{none}, or a name")
         return int(label)
 
-    def _class_of_name(self, name: str) -> int:
+    def _class_by_name(self, name: str) -> int:
         if self.config.class_names is None:
-            raise ValueError(
-                f"class {name!r} was given by name, but this pipeline has no class_names; give its number"
-            )
+            raise UserError(f"class {name!r} is a name, but this pipeline has no class_names; give its number")
         ids = [int(i) for i, known in self.config.class_names.items() if known == name]
         if not ids:
             known = list(self.config.class_names.values())
             some = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
-            raise ValueError(f"unknown class {name!r}{did_you_mean(name, known)}; accepted: {some}, or their numbers")
+            raise UserError(f"unknown class {name!r}{did_you_mean(name, known)}; accepted: {some}, or their numbers")
         if len(ids) > 1:
-            raise ValueError(f"{name!r} is the name of several classes: give one of the numbers {sorted(ids)}")
+            raise UserError(f"several classes are named {name!r}: give one of the numbers {sorted(ids)}")
         return ids[0]
 
     @torch.no_grad()
@@ -116,23 +111,25 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
         """
-        Make images of classes.
+        Generate images of classes.
 
         Args:
             class_labels: the number or name of a class, or one for each image.
-            guidance_scale: as in diffusers: `uncond + guidance_scale * (cond - uncond)`; 1 is no guidance.
-            guidance_rescale: how far to take back the contrast that guidance adds, from 0 to 1.
-            num_images_per_prompt: how many images to make of each label.
+            guidance_scale: as in diffusers: `uncond + guidance_scale * (cond - uncond)`; 1 turns it off.
+            guidance_rescale: how far to restore the contrast that guidance changes, from 0 to 1.
+            num_images_per_prompt: number of images per label.
 
-        [`SamplingPipeline`] says what the other arguments are.
+        See [`SamplingPipeline`] for the other arguments.
         """
         check_size("num_images_per_prompt", num_images_per_prompt, 1)
         self.set_guidance(guidance_scale, guidance_rescale)
         labels = torch.tensor(self.class_ids(class_labels), device=self._execution_device)
-        labels = labels.repeat_interleave(num_images_per_prompt)
+        labels = condition = labels.repeat_interleave(num_images_per_prompt)
+        if self.do_classifier_free_guidance:
+            condition = torch.cat([torch.full_like(labels, self.config.null_class), labels])
         return self._sample(
             len(labels),
-            self._with_null_class(labels) if self.do_classifier_free_guidance else labels,
+            condition,
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             sigmas=sigmas,
@@ -150,27 +147,22 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
     def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
         super().set_guidance(guidance_scale, guidance_rescale)
         if self.do_classifier_free_guidance and self.config.null_class is None:
-            raise ValueError(
-                f"guidance_scale={self.guidance_scale} needs a null class, and this pipeline has none: take 1, or make"
-                " the pipeline with null_class, if the model has learned one"
+            raise UserError(
+                f"guidance_scale={self.guidance_scale} needs a null class, but this pipeline has none: use 1, or "
+                "create the pipeline with null_class if the model was trained with one"
             )
-
-    def _with_null_class(self, labels: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.full_like(labels, self.config.null_class), labels])
 
 
 def _class_names(names: Sequence[str] | Mapping[str, str] | None, num_classes: int) -> dict[str, str] | None:
+    """Return the names by number, as text because the config is stored as JSON, in the order of the numbers."""
     if names is None:
         return None
-    if isinstance(names, str) or not isinstance(names, Mapping | Sequence):
-        raise TypeError(f"class_names must be a list of texts, or a dict from number to text; got {names!r}")
-    numbered = names if isinstance(names, Mapping) else dict(enumerate(names))
-    if wrong := [name for name in numbered.values() if not isinstance(name, str)]:
-        raise TypeError(f"class_names must be texts, got {wrong[0]!r}")
-    numbered = {str(i): name for i, name in numbered.items()}
-    if set(numbered) != {str(i) for i in range(num_classes)}:
-        raise ValueError(
-            f"class_names must name the classes 0..{num_classes - 1} of the model (num_class_embeds, without the null "
-            f"class), got {len(numbered)}: {', '.join(map(str, list(numbered.values())[:5]))}..."
+    numbered = {str(i): name for i, name in (names if isinstance(names, Mapping) else dict(enumerate(names))).items()}
+    expected = [str(i) for i in range(num_classes)]
+    are_texts = not isinstance(names, str) and all(isinstance(name, str) for name in numbered.values())
+    if not are_texts or set(numbered) != set(expected):
+        raise UserError(
+            f"class_names must be texts for the classes 0..{num_classes - 1} of the model (num_class_embeds, without "
+            f"the null class), got {len(numbered)}: {names!r:.100}"
         )
-    return dict(sorted(numbered.items(), key=lambda item: int(item[0])))
+    return {i: numbered[i] for i in expected}

@@ -1,4 +1,4 @@
-"""Images of text, which a CLIP text encoder reads."""
+"""Text-to-image sampling with a CLIP text encoder."""
 
 import logging
 from collections.abc import Sequence
@@ -7,16 +7,12 @@ import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 from transformers import CLIPTextModel, CLIPTokenizer
 
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.compatibility import (
-    Autoencoder,
-    Denoiser,
-    check_size,
-    check_tensor,
-    unwrap_model,
-)
+from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, check_size, unwrap_model
 from scalelong_diffusers.pipelines.text_encoding import (
     check_text_width,
+    check_texts,
     hidden_states,
     max_tokens,
     text_embedding_width,
@@ -30,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 class ScaleLongTextToImagePipeline(SamplingPipeline):
     """
-    Samples a model of text.
+    Pipeline for text-to-image generation.
 
     Args:
-        unet: a U-Net of diffusers or a model of scalelong_diffusers that attends to text.
-        scheduler: any scheduler of diffusers that fits.
-        text_encoder, tokenizer: CLIP's. Without them prompts are given as `prompt_embeds`.
-        vae: what decodes the model's latents; None where it makes pixels.
-        latent_scale: the factor on the latents that the model was trained with, where it is not that of the vae.
+        unet: a diffusers U-Net or a model of scalelong_diffusers that attends to text.
+        scheduler: any diffusers scheduler that fits.
+        text_encoder, tokenizer: from a CLIP. Without them, give `prompt_embeds` instead of prompts.
+        vae: decodes the model's latents; None for a model of pixels.
+        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
 
     ```python
     pipe = ScaleLongTextToImagePipeline.from_pretrained("some/model")
@@ -88,17 +84,17 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
         """
-        Make images of text.
+        Generate images from text.
 
         Args:
-            prompt: what to draw, or a list with one prompt for each image.
-            guidance_scale: as in diffusers: `uncond + guidance_scale * (cond - uncond)`; 1 is no guidance.
-            guidance_rescale: how far to take back the contrast that guidance adds, from 0 to 1.
-            negative_prompt: what guidance leads away from; nothing in particular (empty text) by default.
-            num_images_per_prompt: how many images to make of each prompt.
-            prompt_embeds, negative_prompt_embeds: the text encoder's hidden states, in place of the prompts.
+            prompt: the text, or a list with one for each image.
+            guidance_scale: as in diffusers: `uncond + guidance_scale * (cond - uncond)`; 1 turns it off.
+            guidance_rescale: how far to restore the contrast that guidance changes, from 0 to 1.
+            negative_prompt: the text to guide away from; empty by default.
+            num_images_per_prompt: number of images per prompt.
+            prompt_embeds, negative_prompt_embeds: hidden states of the text encoder, instead of the prompts.
 
-        [`SamplingPipeline`] says what the other arguments are.
+        See [`SamplingPipeline`] for the other arguments.
         """
         check_size("num_images_per_prompt", num_images_per_prompt, 1)
         self.set_guidance(guidance_scale, guidance_rescale)
@@ -132,13 +128,13 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         prompt_embeds: torch.Tensor | None = None,
         negative_prompt_embeds: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The hidden states of the prompts and, under guidance, of what it leads away from; one for each image."""
+        """Return the hidden states of the prompts and, with guidance, of the negative prompts, one per image."""
         prompt_embeds = self._embeds("prompt", prompt, prompt_embeds)
         if do_classifier_free_guidance:
             if negative_prompt is None and negative_prompt_embeds is None:
                 if self.text_encoder is None:
-                    raise ValueError(
-                        "guidance needs a text to lead away from, which this pipeline has no text_encoder to read; "
+                    raise UserError(
+                        "guidance needs a negative prompt, which this pipeline cannot encode without a text_encoder; "
                         "give negative_prompt_embeds, or guidance_scale=1"
                     )
                 negative_prompt = ""
@@ -146,8 +142,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
             if len(negative_prompt_embeds) == 1:
                 negative_prompt_embeds = negative_prompt_embeds.expand(len(prompt_embeds), -1, -1)
             if negative_prompt_embeds.shape != prompt_embeds.shape:
-                raise ValueError(
-                    "negative_prompt must be one for all prompts or one for each, and of their length; got "
+                raise UserError(
+                    "give one negative_prompt for all prompts or one for each, with embeddings of the same shape; got "
                     f"{tuple(negative_prompt_embeds.shape)} for prompts of {tuple(prompt_embeds.shape)}"
                 )
             negative_prompt_embeds = negative_prompt_embeds.repeat_interleave(num_images_per_prompt, dim=0)
@@ -155,33 +151,21 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
 
     def _embeds(self, name: str, prompt: str | list[str] | None, embeds: torch.Tensor | None) -> torch.Tensor:
         if (prompt is None) == (embeds is None):
-            given = "neither was" if prompt is None else "both were"
-            raise ValueError(f"give either {name} or {name}_embeds; {given} given")
+            raise UserError(f"give either {name} or {name}_embeds{'' if prompt is None else ', not both'}")
         if embeds is None:
-            embeds = self._encode(_checked_prompts(name, prompt))
-        check_tensor(f"{name}_embeds", embeds)
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            check_texts(name, prompts)
+            embeds = self._encode(prompts)
         width = text_embedding_width(unwrap_model(self.unet))
         if embeds.ndim != 3 or embeds.shape[2] != width:
-            raise ValueError(f"{name}_embeds must be of shape (prompts, tokens, {width}), got {tuple(embeds.shape)}")
+            raise UserError(f"{name}_embeds must have shape (prompts, tokens, {width}), got {tuple(embeds.shape)}")
         return embeds.to(self._execution_device, unwrap_model(self.unet).dtype)
 
-    def _encode(self, prompts: list[str]) -> torch.Tensor:
-        for component in ("text_encoder", "tokenizer"):
-            if getattr(self, component) is None:
-                raise ValueError(
-                    f"a prompt needs the component {component}, which this pipeline lacks; give prompt_embeds"
-                )
+    def _encode(self, prompts: Sequence[str]) -> torch.Tensor:
+        if self.text_encoder is None or self.tokenizer is None:
+            raise UserError("this pipeline has no text_encoder and tokenizer to encode a prompt; give prompt_embeds")
         limit = max_tokens(self.text_encoder, self.tokenizer, unwrap_model(self.unet))
-        for sentence in truncation_warnings("prompt", prompts, self.tokenizer, limit):
-            logger.warning("%s", sentence)
+        for warning in truncation_warnings("prompt", prompts, self.tokenizer, limit):
+            logger.warning("%s", warning)
         ids = tokenize(prompts, self.tokenizer, limit)
         return hidden_states(ids.to(self._execution_device), self.text_encoder)
-
-
-def _checked_prompts(name: str, prompt: str | list[str]) -> list[str]:
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, list | tuple) or not all(isinstance(text, str) for text in prompts):
-        raise TypeError(f"{name} must be text or a list of texts, got {prompt!r}")
-    if not prompts:
-        raise ValueError(f"{name} is an empty list; give at least one text (which may be empty)")
-    return list(prompts)

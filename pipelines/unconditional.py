@@ -1,4 +1,4 @@
-"""Images from noise alone."""
+"""Unconditional sampling."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, c
 
 class ScaleLongUnconditionalPipeline(SamplingPipeline):
     """
-    Samples a model that has no condition.
+    Pipeline for unconditional image generation.
 
     Args:
-        unet: a U-Net of diffusers or a model of scalelong_diffusers.
-        scheduler: any scheduler of diffusers that fits.
-        vae: what decodes the model's latents; None where it makes pixels.
-        latent_scale: the factor on the latents that the model was trained with, where it is not that of the vae.
+        unet: a diffusers U-Net or a model of scalelong_diffusers.
+        scheduler: any diffusers scheduler that fits.
+        vae: decodes the model's latents; None for a model of pixels.
+        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
 
     ```python
     pipe = ScaleLongUnconditionalPipeline(unet, DDIMScheduler())
@@ -52,7 +52,7 @@ class ScaleLongUnconditionalPipeline(SamplingPipeline):
         callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
-        """Make `batch_size` images. [`SamplingPipeline`] says what the other arguments are."""
+        """Generate `batch_size` images. See [`SamplingPipeline`] for the other arguments."""
         check_size("batch_size", batch_size, 1)
         self.set_guidance(1.0)
         return self._sample(

@@ -1,4 +1,4 @@
-"""What is read from the Hub and written to it, and what goes wrong there, in one sentence."""
+"""Read files from a folder or the Hub, and turn the errors of Hub and file formats into one-line messages."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 
-# HTTPError is that of the client's HTTP library, and covers a Hub that does not answer.
+# HTTPError comes from the client's HTTP library and also covers a Hub that does not answer.
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -23,17 +23,19 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
+from scalelong_diffusers.errors import UserError
 
-# The keywords of `from_pretrained` that say where on the Hub to look.
+
+# The keywords of `from_pretrained` that choose what is read from the Hub.
 DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
-class HubUnreachable(OSError):
-    """The Hub does not answer, and the cache does not have what was asked for."""
+class HubUnreachable(UserError):
+    """The Hub does not answer, and the file is not in the cache."""
 
 
 def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[str, Any] | None:
-    """A file of a local folder or of a repository on the Hub; None where there is no such file in it."""
+    """Read a JSON file from a folder or a Hub repository. Return None if there is no such file."""
     path = fetch_file(source, name, **download_options)
     if path is None:
         return None
@@ -41,14 +43,14 @@ def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[
         try:
             content = json.load(file)
         except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
+            raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not the config of a model or pipeline: it holds {content!r:.60}")
+        raise UserError(f"{path} must hold a JSON object, got {content!r:.60}")
     return content
 
 
 def fetch_file(source: str | os.PathLike, name: str, **download_options) -> str | None:
-    """The path of a file of a local folder, or of one on the Hub once it is downloaded; None where there is none."""
+    """Return the path of a file in a folder or, once downloaded, on the Hub. Return None if it does not exist."""
     if os.path.isdir(source):
         path = os.path.join(source, name)
         return path if os.path.isfile(path) else None
@@ -56,7 +58,7 @@ def fetch_file(source: str | os.PathLike, name: str, **download_options) -> str 
         try:
             return hf_hub_download(str(source), name, **download_options)
         except LocalEntryNotFoundError:
-            # The cache remembers of a repository, too, which files it does not have.
+            # The cache also remembers which files a repository does not have.
             places = {key: download_options[key] for key in ("cache_dir", "revision") if key in download_options}
             if try_to_load_from_cache(str(source), name, **places) is not _CACHED_NO_EXIST:
                 raise
@@ -66,56 +68,54 @@ def fetch_file(source: str | os.PathLike, name: str, **download_options) -> str 
 
 
 @contextmanager
-def hub_errors(source: str | os.PathLike, revision: str | None = None):
-    """The client's errors have several lines, name the client's functions, and do not say what to do."""
+def hub_errors(source: str | os.PathLike, revision: str | None = None) -> Iterator[None]:
+    """Turn the errors of the Hub's client into one-line messages that say what to do."""
     try:
         yield
     except LocalEntryNotFoundError as error:
-        raise HubUnreachable(f"{source} is no local folder, and the Hub can not be reached to look for it") from error
-    except HFValidationError as error:
-        raise ValueError(
-            f"{source} is neither a local folder nor a repository on the Hub, whose ids are like user/name"
-        ) from error
-    except GatedRepoError as error:
-        raise OSError(f"{source} is open only to those whom its owner lets in: ask on its page on the Hub") from error
-    except RepositoryNotFoundError as error:
-        raise OSError(
-            f"{source} is neither a local folder nor a repository on the Hub that you may read; for a private one log "
-            "in with `hf auth login`, or pass token"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"{source} has no branch, tag or commit {revision!r}") from error
+        raise HubUnreachable(f"{source} is not a local folder, and the Hub cannot be reached") from error
+    except (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise UserError(_repository_message(error, source, revision)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         advice = "; your token (`hf auth whoami`) does not allow it" if status in (401, 403) else ""
-        raise OSError(f"the Hub refused the request for {source} with status {status}{advice}") from error
+        raise UserError(f"the Hub refused the request for {source} with status {status}{advice}") from error
     except HTTPError as error:
-        raise OSError(f"the Hub can not be reached for {source}: {error}") from error
+        raise HubUnreachable(f"the Hub cannot be reached for {source}: {error}") from error
+
+
+def _repository_message(error: Exception, source: str | os.PathLike, revision: str | None) -> str:
+    if isinstance(error, HFValidationError):
+        return f"{source} is neither a local folder nor a Hub repository, whose ids look like user/name"
+    if isinstance(error, GatedRepoError):
+        return f"{source} is gated: request access on its page on the Hub"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{source} has no branch, tag or commit {revision!r}"
+    return (
+        f"{source} is neither a local folder nor a Hub repository that you can read; for a private one log in with "
+        "`hf auth login`, or pass token"
+    )
 
 
 @contextmanager
-def damaged_file_errors(source: str | os.PathLike):
-    """
-    Name what ends too early, weights or JSON, and weights that are not of their config. diffusers, transformers and
-    torch each have their way of reporting one.
-    """
+def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
+    """Turn the errors of diffusers, transformers and torch about damaged files into one-line messages."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, JSONDecodeError, UnpicklingError, EOFError) as error:
-        if "ignore_mismatched_sizes" in str(error):
-            # transformers has shown which they are, and advises an option that is not passed on here.
-            raise ValueError(f"{source} has a component whose weights do not fit its config.json") from error
+        if "ignore_mismatched_sizes" in str(error):  # transformers suggests an option that we do not pass
+            raise UserError(f"{source} has a component whose weights do not fit its config.json") from error
         damage = next(filter(_is_damage, _with_causes(error)), None)
         if damage is None:
             raise
         what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
-        # torch says of a pickle that one could trust it, and of a zip archive the line that saw it.
-        of_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
-        said = "no whole file of torch" if of_torch else " ".join(str(error).split())
-        # force_download does not help: diffusers takes it for the configs of a pipeline alone.
+        # torch's own message is about trusting a pickle, or names a line of its C++ code.
+        is_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
+        reason = "not a complete PyTorch file" if is_torch else " ".join(str(error).split())
+        # diffusers applies force_download only to the configs of a pipeline, so it would not help.
         advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
-        raise OSError(
-            f"the {what} in {source} are damaged, or were not downloaded to their end ({said}): {advice}"
+        raise UserError(
+            f"the {what} in {source} are damaged or incompletely downloaded ({reason}): {advice}"
         ) from error
 
 

@@ -47,3 +47,8 @@ def has_functorch_transform() -> bool:
 def has_saved_tensors_hooks() -> bool:
     """Return whether hooks on saved tensors are active, as in activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def adapter_names(model) -> list[str]:
+    """Return the names of the LoRAs that a diffusers model has."""
+    return list(model.peft_config) if getattr(model, "_hf_peft_config_loaded", False) else []

@@ -1,6 +1,5 @@
-"""What fine-tuning with LoRA has learned, LoRA and skip scaling, as one small folder beside the base pipeline."""
+"""Adapters: the skip scaling of a fine-tuned U-Net and its LoRA, saved in a small folder without the base model."""
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -16,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from scalelong_diffusers.download import fetch_file, read_json
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import write_json
+from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
     build_skip_scaler,
@@ -30,12 +32,13 @@ from scalelong_diffusers.scaling import SkipScalingConfig
 
 SCALING_FILE = "skip_scaling.json"
 GATES_FILE = "skip_scaling.safetensors"
-LORA_FILE = "pytorch_lora_weights.safetensors"  # where `load_lora_weights` looks
+LORA_FILE = "pytorch_lora_weights.safetensors"  # the default name of `load_lora_weights`
 
-NO_PEFT = "LoRA needs the package peft: pip install 'scalelong-diffusers[lora]'"
+NO_PEFT = "LoRA needs the package peft: pip install peft"
 
 _GATE_PREFIX = "skip_scaler."
 _LORA_PREFIX = "unet."
+_RIGHT_BASE = "load it into the base model that it was trained on"
 
 Weights = dict[str, torch.Tensor]
 
@@ -44,36 +47,41 @@ def save_adapter(
     pipe_or_unet: DiffusionPipeline | nn.Module, folder: str | os.PathLike, adapter_name: str | None = None
 ) -> None:
     """
-    Save the skip scaling of a U-Net, with its gates, and its LoRA, where it has one, without the U-Net itself.
+    Save the skip scaling of a U-Net with its gates, and its LoRA if it has one, but not the U-Net itself.
 
-    `pipe.load_lora_weights(folder)` of diffusers reads the LoRA alone; [`load_adapter`] applies all of it. Of several
-    LoRAs `adapter_name` is saved.
+    `pipe.load_lora_weights(folder)` of diffusers reads only the LoRA; [`load_adapter`] applies everything. If the
+    U-Net has several LoRAs, `adapter_name` selects one.
     """
     unet = _unet_of(pipe_or_unet)
     if not isinstance(unet, SkipScalingMixin):
-        raise ValueError(f"this {type(unet).__name__} has no skip scaling to save; its LoRA is saved by diffusers")
+        raise UserError(
+            f"this {type(unet).__name__} has no skip scaling to save; save its LoRA with pipe.save_lora_weights"
+        )
     adapter_name = _adapter_to_save(unet, adapter_name)
     gates = {_GATE_PREFIX + name: weight.contiguous() for name, weight in unet.skip_scaler.state_dict().items()}
     os.makedirs(folder, exist_ok=True)
-    for name in (LORA_FILE, GATES_FILE):  # of an adapter that was here before
+    for name in (LORA_FILE, GATES_FILE):  # of an adapter saved here before
         Path(folder, name).unlink(missing_ok=True)
     if adapter_name is not None:
         _save_lora(unet, folder, adapter_name)
     if gates:
         save_file(gates, Path(folder, GATES_FILE), metadata={"format": "pt"})
-    entry = {"skip_scaling": unet.skip_scaler.config.to_dict()}
-    Path(folder, SCALING_FILE).write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
+    write_json(Path(folder, SCALING_FILE), {"skip_scaling": unet.skip_scaler.config.to_dict()})
 
 
 def load_adapter(
     pipe: DiffusionPipeline, source: str | os.PathLike, adapter_name: str | None = None, **hub_options
 ) -> DiffusionPipeline:
     """
-    Apply what [`save_adapter`] saved to the base pipeline it was trained on, in place, and return the pipeline. Where
-    that fails, the pipeline is left as it was.
+    Apply an adapter from [`save_adapter`] to its base pipeline, in place, and return the pipeline.
 
-    `adapter_name` is what diffusers is to call the LoRA; `hub_options` are `revision`, `token`, `cache_dir`,
-    `local_files_only` and `force_download`. `pipe.unload_lora_weights()` and `remove_skip_scaling(pipe)` take it off.
+    If that fails, the pipeline stays unchanged. `pipe.unload_lora_weights()` and `remove_skip_scaling(pipe)` remove
+    the adapter again.
+
+    Args:
+        source: a folder, or a repository on the Hub.
+        adapter_name: the name of the LoRA in diffusers.
+        hub_options: `revision`, `token`, `cache_dir`, `local_files_only` and `force_download`.
 
     ```python
     pipe = StableDiffusionPipeline.from_pretrained("some/sd")
@@ -84,7 +92,7 @@ def load_adapter(
     config = _read_config(source, hub_options)
     gates, _ = _read_weights(source, GATES_FILE, hub_options)
     lora, lora_file = _read_weights(source, LORA_FILE, hub_options)
-    config = _check_scaling(unet, config, source)
+    config = _resolve_config(unet, config, source)
     _check_gates(unet, config, gates, source)
     _check_lora(unet, lora, adapter_name, source)
     with _undone_on_error(pipe, unet):
@@ -95,15 +103,8 @@ def load_adapter(
     return pipe
 
 
-def adapter_names(unet: nn.Module) -> list[str]:
-    """The LoRAs that a model of diffusers has."""
-    return list(unet.peft_config) if isinstance(unet, PeftAdapterMixin) and unet._hf_peft_config_loaded else []
-
-
 def _unet_of(pipe_or_unet: DiffusionPipeline | nn.Module) -> nn.Module:
     is_pipeline = isinstance(pipe_or_unet, DiffusionPipeline)
-    if is_pipeline and "unet" not in pipe_or_unet.components:
-        raise ValueError(f"{type(pipe_or_unet).__name__} has no unet, which adapters are made for")
     return unwrap_model(pipe_or_unet.unet if is_pipeline else pipe_or_unet)
 
 
@@ -112,8 +113,8 @@ def _adapter_to_save(unet: nn.Module, adapter_name: str | None) -> str | None:
     if adapter_name is None and len(names) < 2:
         return names[0] if names else None
     if adapter_name not in names:
-        there = f"one of the LoRAs that there are ({', '.join(names)})" if names else "None, as there is no LoRA"
-        raise ValueError(f"adapter_name must be {there}, got {adapter_name!r}")
+        accepted = f"one of {', '.join(names)}" if names else "None, because there is no LoRA"
+        raise UserError(f"adapter_name must be {accepted}, got {adapter_name!r}")
     return adapter_name
 
 
@@ -135,46 +136,44 @@ def _load_lora(unet: nn.Module, file: str, adapter_name: str | None):
     folder, name = os.path.split(file)
     try:
         unet.load_lora_adapter(folder, prefix="unet", weight_name=name, adapter_name=adapter_name)
-    except TypeError as error:  # of the config that is stored with the weights
-        raise ValueError(
-            f"{file} was written with another peft than the one that is installed: {error.__cause__ or error}"
+    except TypeError as error:  # an entry of the stored config is unknown
+        raise UserError(
+            f"{file} was written by another version of peft than the installed one: {error.__cause__ or error}"
         ) from error
 
 
 def _read_config(source: str | os.PathLike, hub_options: dict[str, Any]) -> SkipScalingConfig:
-    entry = read_json(source, SCALING_FILE, **hub_options)
-    if entry is not None and isinstance(entry.get("skip_scaling"), Mapping):
-        return SkipScalingConfig.parse(entry["skip_scaling"])
-    if entry is not None:
-        raise ValueError(f"the {SCALING_FILE} of {source} has no entry skip_scaling, which save_adapter writes")
-    if fetch_file(source, LORA_FILE, **hub_options) is not None:
-        raise ValueError(f"{source} is a LoRA without skip scaling: pipe.load_lora_weights loads it")
-    raise ValueError(f"{source} has no adapter: there is no {SCALING_FILE}, which save_adapter writes")
+    content = read_json(source, SCALING_FILE, **hub_options)
+    if content is None:
+        if fetch_file(source, LORA_FILE, **hub_options) is not None:
+            raise UserError(f"{source} is a LoRA without skip scaling: load it with pipe.load_lora_weights")
+        raise UserError(f"{source} is not an adapter: it has no {SCALING_FILE}, which save_adapter writes")
+    if not isinstance(content.get("skip_scaling"), Mapping):
+        raise UserError(f"the {SCALING_FILE} of {source} has no entry skip_scaling; save the adapter again")
+    return SkipScalingConfig.parse(content["skip_scaling"])
 
 
 def _read_weights(source: str | os.PathLike, name: str, hub_options: dict[str, Any]) -> tuple[Weights, str | None]:
-    """The weights of a file, and where it is on disk; none where there is no such file."""
+    """Return the weights in a file and its path; ({}, None) if there is no such file."""
     file = fetch_file(source, name, **hub_options)
     if file is None:
         return {}, None
     try:
         return load_file(file), file
     except SafetensorError as error:
-        raise OSError(f"{file} is damaged, or was not downloaded to its end ({error})") from error
+        raise UserError(f"{file} is damaged or incompletely downloaded ({error})") from error
 
 
-def _check_scaling(unet: nn.Module, config: SkipScalingConfig, source: str | os.PathLike) -> SkipScalingConfig:
-    """The config resolved for this model, which must have no other scaling."""
+def _resolve_config(unet: nn.Module, config: SkipScalingConfig, source: str | os.PathLike) -> SkipScalingConfig:
+    """Resolve the config for this model, and check that the model has no other scaling."""
     name = type(unet).__name__
     is_scaled = isinstance(unet, SkipScalingMixin)
     if not is_scaled and scaled_class(type(unet)) is None:
-        raise ValueError(not_scalable_message(name))
+        raise UserError(not_scalable_message(name))
     config = resolve_skip_scaling(unet, config)
-    present = unet.skip_scaler.config if is_scaled else config
-    if present.method != "none" and present != config:
-        raise ValueError(
-            f"this {name} is scaled already, by {present}, and {source} by {config}: load it into the base that it "
-            "was trained on"
+    if is_scaled and unet.skip_scaler.config.method != "none" and unet.skip_scaler.config != config:
+        raise UserError(
+            f"this {name} already has the scaling {unet.skip_scaler.config}, but {source} has {config}: {_RIGHT_BASE}"
         )
     return config
 
@@ -185,42 +184,40 @@ def _check_gates(unet: nn.Module, config: SkipScalingConfig, gates: Weights, sou
     if found == expected:
         return
     if not found:
-        raise ValueError(f"{source} is not whole: its {SCALING_FILE} has gates, and there is no {GATES_FILE}")
+        raise UserError(f"{source} is incomplete: its {SCALING_FILE} has gates, but there is no {GATES_FILE}")
     name = next(name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name))
-    shapes = [tuple(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected)]
-    raise ValueError(
-        f"the gates of {source} do not fit this {type(unet).__name__}: {name} has {shapes[0]}, and {shapes[1]} is "
-        "needed; load it into the base that it was trained on"
+    shape, needed = (tuple(shapes[name]) if name in shapes else "missing" for shapes in (found, expected))
+    raise UserError(
+        f"the gates of {source} do not fit this {type(unet).__name__}: the shape of {name} is {shape} there and "
+        f"{needed} here; {_RIGHT_BASE}"
     )
 
 
 def _check_lora(unet: nn.Module, lora: Weights, adapter_name: str | None, source: str | os.PathLike):
-    """What diffusers would find out only in the middle of changing the model."""
+    """Check what diffusers would only notice after it changed the model."""
     if lora and not is_peft_available():
-        raise ImportError(NO_PEFT)
+        raise UserError(NO_PEFT)
     if lora and adapter_name in adapter_names(unet):
-        raise ValueError(f"adapter_name={adapter_name!r} is taken by another LoRA of this {type(unet).__name__}")
+        raise UserError(f"adapter_name={adapter_name!r} is the name of another LoRA of this {type(unet).__name__}")
     layers = dict(unet.named_modules())
     for name, weight in lora.items():
         layer, _, kind = name.removeprefix(_LORA_PREFIX).partition(".lora_")
         if not name.startswith(_LORA_PREFIX) or layer not in layers:
-            raise ValueError(
-                f"the LoRA of {source} adapts {layer}, which this {type(unet).__name__} does not have: load it into "
-                "the base that it was trained on"
+            raise UserError(
+                f"the LoRA of {source} adapts {layer}, which this {type(unet).__name__} does not have: {_RIGHT_BASE}"
             )
-        # A takes the features of the layer, and B gives them.
+        # A reads the input of the layer, and B adds to its output.
         axis = {"A.weight": 1, "B.weight": 0}.get(kind)
         if axis is not None and weight.shape[axis] != layers[layer].weight.shape[axis]:
-            raise ValueError(
-                f"the LoRA of {source} adapts {layer} with {weight.shape[axis]} features, and this "
-                f"{type(unet).__name__} has {layers[layer].weight.shape[axis]} there: load it into the base that it "
-                "was trained on"
+            raise UserError(
+                f"the LoRA of {source} adapts {layer} of width {weight.shape[axis]}, but in this "
+                f"{type(unet).__name__} its width is {layers[layer].weight.shape[axis]}: {_RIGHT_BASE}"
             )
 
 
 @contextmanager
 def _undone_on_error(pipe: DiffusionPipeline, unet: nn.Module):
-    """Leave the pipeline as it was when what is done to it fails half way."""
+    """Restore the pipeline if the code in the block fails halfway."""
     was_scaled = isinstance(unet, SkipScalingMixin)
     config = unet.skip_scaler.config if was_scaled else None
     gates = {name: gate.clone() for name, gate in unet.skip_scaler.state_dict().items()} if was_scaled else {}

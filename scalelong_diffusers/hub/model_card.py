@@ -1,40 +1,52 @@
-"""The model card: what is known of a model, written anew at each push between two marks; the rest is the owner's."""
+"""
+Model cards. Each push rewrites the part between two marks; everything around it belongs to the owner of the card.
+"""
 
 import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import yaml
 from diffusers import DiffusionPipeline, ModelMixin
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 
-from scalelong_diffusers.errors import did_you_mean
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import required_conditions, unwrap_model
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
-START = "<!-- scalelong: written anew at each push; what you write above or below stays -->"
+# To be replaced by `pip install scalelong-diffusers` once the package is on PyPI.
+INSTALL = (
+    "Made with scalelong-diffusers, which is needed to load it. The package is not on PyPI yet: install it from a "
+    "checkout of its repository with `pip install -e .`, as its README describes."
+)
+START = "<!-- scalelong: each push rewrites this part; text above and below it stays -->"
 END = "<!-- scalelong: end -->"
 SAMPLES = "samples.png"
 TAGS = ("diffusers", "scalelong", "skip-scaling")
 
-_OF_PAPER = "of [ScaleLong](https://arxiv.org/abs/2310.13545) (NeurIPS 2023)"
+# The last start mark before an end mark, up to the end mark. Older versions worded the start mark differently.
+_ANY_START = r"<!-- scalelong: (?!end -->)"
+_GENERATED = re.compile(f"{_ANY_START}(?:(?!{_ANY_START}).)*?{re.escape(END)}", re.DOTALL)
+_MAX_CLASSES = 100
+
+_PAPER = "[ScaleLong](https://arxiv.org/abs/2310.13545) (NeurIPS 2023)"
 _SCALINGS = {
     "none": "The long skip connections are not scaled.",
-    "inv_sqrt2": f"Every long skip is multiplied by 1/sqrt(2), a baseline {_OF_PAPER}.",
-    "constant": f"Every long skip is multiplied by kappa = {{kappa}}, the universal scaling {_OF_PAPER}.",
-    "cs": f"Long skip i is multiplied by kappa^(i-1) with kappa = {{kappa}}: constant scaling (CS) {_OF_PAPER}.",
-    "reversed cs": f"Long skip i is multiplied by kappa^(N-i+1) with kappa = {{kappa}}: an ablation {_OF_PAPER}.",
-    "ls": f"Each long skip is multiplied by what a small gate makes of it: learnable scaling (LS) {_OF_PAPER}.",
-    "learnable": f"Each long skip is multiplied by a learned number, a variant {_OF_PAPER}.",
+    "inv_sqrt2": f"Every long skip is multiplied by 1/sqrt(2), a baseline in {_PAPER}.",
+    "constant": f"Every long skip is multiplied by kappa = {{kappa}}, the universal scaling in {_PAPER}.",
+    "cs": f"Long skip i is multiplied by kappa^(i-1) with kappa = {{kappa}}: constant scaling (CS) from {_PAPER}.",
+    "reversed cs": f"Long skip i is multiplied by kappa^(N-i+1) with kappa = {{kappa}}: an ablation in {_PAPER}.",
+    "ls": f"A small gate predicts the factor of each long skip: learnable scaling (LS) from {_PAPER}.",
+    "learnable": f"Each long skip is multiplied by a learned number, a variant in {_PAPER}.",
 }
-# By what a model is told what to draw: the task under which the Hub lists it, which has none for classes, and the
-# argument of a pipeline's call.
-_USES = {
+# The Hub's task and the first argument of the pipeline's call, by condition. The Hub has no task for classes.
+_TASKS = {
     "encoder_hidden_states": ("text-to-image", '"a photograph"'),
     "class_labels": ("unconditional-image-generation", "0"),
     None: ("unconditional-image-generation", ""),
@@ -44,16 +56,16 @@ _USES = {
 @dataclass(frozen=True)
 class CardFacts:
     """
-    What a card says beyond what the model itself tells.
+    Facts for a model card that the model itself does not know.
 
     Args:
-        preset: the experiment of the paper that was run: `scalelong presets`.
-        training_data: what the model was trained on.
-        training: anything else about training, in the order in which it is to be listed.
-        metrics: figures of merit, each with its name, which had better say how it was measured.
-        samples: a picture of samples, a `PIL.Image`, which is uploaded with the card.
+        preset: the paper's experiment; see `scalelong presets`.
+        training_data: the training dataset.
+        training: other facts about training, in the order in which they are listed.
+        metrics: results by name. The name should say how the metric was measured.
+        samples: a `PIL.Image` of samples, uploaded with the card.
         license: the license of the weights, as the Hub spells it.
-        base_model: the repository of the model that this one was fine-tuned from.
+        base_model: the repository of the model that was fine-tuned.
     """
 
     preset: str | None = None
@@ -66,14 +78,15 @@ class CardFacts:
 
     @classmethod
     def parse(cls, facts: "CardFacts | Mapping[str, Any] | None") -> "CardFacts":
+        """Return the facts of a `CardFacts`, of a dict of its fields, or of None."""
         if facts is None or isinstance(facts, cls):
             return facts or cls()
-        for name in facts:
-            if name not in cls.__dataclass_fields__:
-                accepted = ", ".join(cls.__dataclass_fields__)
-                raise ValueError(
-                    f"unknown card field {name!r}{did_you_mean(name, cls.__dataclass_fields__)}; accepted: {accepted}"
-                )
+        accepted = [field.name for field in fields(cls)]
+        if unknown := [name for name in facts if name not in accepted]:
+            raise UserError(
+                f"unknown card field {unknown[0]!r}{did_you_mean(unknown[0], accepted)}; accepted: "
+                f"{', '.join(accepted)}"
+            )
         return cls(**facts)
 
 
@@ -85,12 +98,20 @@ def make_card(
     load_options: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """
-    The card of a model or pipeline; of the previous one, all that was not written by this function is kept.
+    Return the card of a model or pipeline.
 
-    `load_options` are the keywords that `from_pretrained` needs to load what is pushed.
+    Args:
+        previous: the text of the previous card; everything that this function did not write is kept.
+        load_options: the keywords that `from_pretrained` needs to load the pushed files.
     """
-    use = _use_of(model_or_pipeline)
-    return _make_card(_sections(model_or_pipeline, repo_id, facts, load_options or {}), use, repo_id, facts, previous)
+    name = type(model_or_pipeline).__name__
+    source = ", ".join([_literal(repo_id), *(f"{k}={_literal(value)}" for k, value in (load_options or {}).items())])
+    variable = "pipe" if isinstance(model_or_pipeline, DiffusionPipeline) else "model"
+    imports = [f"from {_library(model_or_pipeline)} import {name}"]
+    if _library(model_or_pipeline) != "scalelong_diffusers":
+        imports.insert(0, "import scalelong_diffusers  # registers the scaled U-Net with diffusers")
+    snippet = [*imports, "", f"{variable} = {name}.from_pretrained({source})"]
+    return _build_card(model_or_pipeline, repo_id, facts, previous, snippet)
 
 
 def make_adapter_card(
@@ -101,73 +122,77 @@ def make_adapter_card(
     previous: str | None = None,
     revision: str | None = None,
 ) -> ModelCard:
-    """The card of what `save_adapter` saves of a pipeline, which says what it is loaded into."""
+    """Return the card of an adapter, which shows how to load it into its base model."""
     name = type(pipe).__name__
-    loading = [
+    snippet = [
         f"from {_library(pipe)} import {name}",
         "from scalelong_diffusers import load_adapter",
         "",
         f"pipe = {name}.from_pretrained({_literal(base_model)})",
         f"load_adapter(pipe, {_literal(repo_id)}" + (f", revision={_literal(revision)})" if revision else ")"),
-        *_drawing(_use_of(pipe)),
     ]
-    intro = [
-        f"An adapter of [{base_model}](https://huggingface.co/{base_model}): the scaling of its long skip connections "
-        "and, where there is one, a LoRA.",
-        "",
-    ]
-    sections = _sections_with(loading, pipe, repo_id, facts, intro, package="'scalelong-diffusers[lora]'")
-    card = _make_card(sections, _use_of(pipe), repo_id, facts, previous)
+    intro = (
+        f"An adapter for [{base_model}](https://huggingface.co/{base_model}): the scaling of its long skip "
+        "connections and, if it has one, a LoRA, which needs `pip install peft`."
+    )
+    card = _build_card(pipe, repo_id, facts, previous, snippet, [intro, ""])
     card.data.base_model = base_model
     card.data.base_model_relation = "adapter"
     return card
 
 
-def _make_card(
-    sections: list[str], use: tuple[str, str] | None, repo_id: str, facts: CardFacts, previous: str | None
+def _build_card(
+    model_or_pipeline: ModelMixin | DiffusionPipeline,
+    repo_id: str,
+    facts: CardFacts,
+    previous: str | None,
+    snippet: Sequence[str],
+    intro: Sequence[str] = (),
 ) -> ModelCard:
-    card = _card_of(previous, repo_id) if previous else ModelCard("---\n{}\n---\n")
-    _complete_metadata(card.data, use, facts)
-    generated = "\n".join([START, *sections, END])
-    # From the last mark that an end follows: where somebody removed an end, the text after it is theirs.
-    start, end = re.escape(START), re.escape(END)
-    marked = re.compile(f"{start}(?:(?!{start}).)*?{end}", re.DOTALL)
-    if marked.search(card.text):
-        card.text = marked.sub(lambda _: generated, card.text, count=1)
-    else:
-        card.text = f"{card.text.rstrip()}\n\n{generated}\n".lstrip()
+    task, argument = _task_and_argument(model_or_pipeline)
+    if isinstance(model_or_pipeline, DiffusionPipeline) and argument is not None:
+        snippet = [*snippet, f"image = pipe({argument}).images[0]", 'image.save("image.png")']
+    card = _parse_card(previous, repo_id) if previous else ModelCard("---\n{}\n---\n")
+    card.data.library_name = "diffusers"
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
+    card.data.pipeline_tag = card.data.pipeline_tag or task
+    card.data.license = facts.license or card.data.license
+    if facts.base_model is not None:
+        card.data.base_model, card.data.base_model_relation = facts.base_model, "finetune"
+    picture = [] if facts.samples is None else [f"![samples]({SAMPLES})", ""]
+    lines = [f"# {repo_id.split('/')[-1]}", "", *picture, *intro, INSTALL, "", "```python", *snippet, "```", ""]
+    generated = "\n".join([START, *lines, *_sections(model_or_pipeline, facts), END])
+    card.text = _replace_generated(card.text, generated)
     return card
 
 
-def _card_of(text: str, repo_id: str) -> ModelCard:
+def _replace_generated(text: str, generated: str) -> str:
+    """Replace the part between the marks, or append it if a mark is missing."""
+    if _GENERATED.search(text):
+        return _GENERATED.sub(lambda _: generated, text, count=1)
+    return f"{text.rstrip()}\n\n{generated}\n".lstrip()
+
+
+def _parse_card(text: str, repo_id: str) -> ModelCard:
     try:
         return ModelCard(text)
     except (yaml.YAMLError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"the README.md of {repo_id} begins with metadata that can not be read: {said}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"the metadata of the README.md of {repo_id} cannot be read: {reason}") from error
 
 
-def _complete_metadata(data: ModelCardData, use: tuple[str, str] | None, facts: CardFacts):
-    data.library_name = "diffusers"
-    data.tags = list(dict.fromkeys([*(data.tags or []), *TAGS]))
-    data.pipeline_tag = data.pipeline_tag or (use and use[0])
-    data.license = facts.license or data.license
-    if facts.base_model is not None:
-        data.base_model, data.base_model_relation = facts.base_model, "finetune"
-
-
-def _use_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> tuple[str, str] | None:
-    """The task and the argument of `_USES`; None where more than text or a class is needed."""
+def _task_and_argument(model_or_pipeline: ModelMixin | DiffusionPipeline) -> tuple[str | None, str | None]:
+    """Return the entry of `_TASKS`, or (None, None) if the model needs more than text or a class."""
     conditions = set(required_conditions(_model_of(model_or_pipeline)))
-    condition = next((name for name in _USES if name in conditions), None)
+    condition = next((name for name in _TASKS if name in conditions), None)
     if "image_embeds" in conditions or (conditions and condition is None):
-        return None
+        return None, None
     if isinstance(model_or_pipeline, DiffusionPipeline):
         needs_image = "image" in inspect.signature(type(model_or_pipeline).__call__).parameters
         has_encoder = model_or_pipeline.components.get("text_encoder") is not None
         if needs_image or (condition == "encoder_hidden_states" and not has_encoder):
-            return None
-    return _USES[condition]
+            return None, None
+    return _TASKS[condition]
 
 
 def _model_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> ModelMixin:
@@ -175,74 +200,31 @@ def _model_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> ModelMixin:
     return unwrap_model(model_or_pipeline.unet if is_pipeline else model_or_pipeline)
 
 
-def _sections(
-    model_or_pipeline: ModelMixin | DiffusionPipeline,
-    repo_id: str,
-    facts: CardFacts,
-    load_options: Mapping[str, Any],
-) -> list[str]:
-    return _sections_with(_snippet(model_or_pipeline, repo_id, load_options), model_or_pipeline, repo_id, facts)
-
-
-def _sections_with(
-    snippet: list[str],
-    model_or_pipeline: ModelMixin | DiffusionPipeline,
-    repo_id: str,
-    facts: CardFacts,
-    intro: Sequence[str] = (),
-    package: str = "scalelong-diffusers",
-) -> list[str]:
-    lines = [f"# {repo_id.split('/')[-1]}", ""]
-    if facts.samples is not None:
-        lines += [f"![samples]({SAMPLES})", ""]
-    lines += [
-        *intro,
-        "Made with [scalelong-diffusers](https://pypi.org/project/scalelong-diffusers), which has to be installed:",
-        f"`pip install {package}`",
-        "",
-        "```python",
-        *snippet,
-        "```",
-        "",
-        "## Skip scaling",
-        "",
-    ]
+def _sections(model_or_pipeline: ModelMixin | DiffusionPipeline, facts: CardFacts) -> list[str]:
     skips = skip_connections(_model_of(model_or_pipeline))
-    lines += [_scaling_sentence(skips.config), "", "```text", str(skips), "```", ""]
-    lines += _table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})})
-    lines += _table("Results", facts.metrics or {})
-    return lines
+    return [
+        *("## Skip scaling", "", _describe_scaling(skips.config), "", "```text", str(skips), "```", ""),
+        *_class_section(model_or_pipeline),
+        *_table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})}),
+        *_table("Results", facts.metrics or {}),
+    ]
 
 
-def _scaling_sentence(scaling: SkipScalingConfig) -> str:
+def _describe_scaling(scaling: SkipScalingConfig) -> str:
     sentence = _SCALINGS["reversed cs" if scaling.reverse else scaling.method].format(kappa=scaling.kappa)
     if scaling.strength in (None, 1.0):
         return sentence
-    return f"{sentence} With strength {scaling.strength:g}, a factor k is really 1 + {scaling.strength:g} (k - 1)."
+    return f"{sentence} With strength {scaling.strength:g}, each factor k becomes 1 + {scaling.strength:g} (k - 1)."
 
 
-def _snippet(
-    model_or_pipeline: ModelMixin | DiffusionPipeline, repo_id: str, load_options: Mapping[str, Any]
-) -> list[str]:
-    name = type(model_or_pipeline).__name__
-    source = ", ".join([_literal(repo_id), *(f"{key}={_literal(value)}" for key, value in load_options.items())])
-    is_ours = _library(model_or_pipeline) == "scalelong_diffusers"
-    imports = (
-        [f"from scalelong_diffusers import {name}"]
-        if is_ours
-        else [
-            "import scalelong_diffusers  # diffusers finds the scaled U-Net through it",
-            f"from diffusers import {name}",
-        ]
-    )
-    if not isinstance(model_or_pipeline, DiffusionPipeline):
-        return [*imports, "", f"model = {name}.from_pretrained({source})"]
-    loading = [*imports, "", f"pipe = {name}.from_pretrained({source})"]
-    return [*loading, *_drawing(_use_of(model_or_pipeline))]
-
-
-def _drawing(use: tuple[str, str] | None) -> list[str]:
-    return [] if use is None else [f"image = pipe({use[1]}).images[0]", 'image.save("image.png")']
+def _class_section(model_or_pipeline: ModelMixin | DiffusionPipeline) -> list[str]:
+    is_class_conditional = isinstance(model_or_pipeline, ScaleLongClassConditionalPipeline)
+    names = model_or_pipeline.config.class_names if is_class_conditional else None
+    if not names:
+        return []
+    listed = [f"{i}: {_cell(name)}" for i, name in list(names.items())[:_MAX_CLASSES]]
+    more = f", ... ({len(names)} in `pipe.config.class_names`)" if len(names) > _MAX_CLASSES else ""
+    return ["## Classes", "", ", ".join(listed) + more, ""]
 
 
 def _library(model_or_pipeline: ModelMixin | DiffusionPipeline) -> str:

@@ -1,7 +1,8 @@
-"""An existing Stable Diffusion as fine-tuning needs it: loaded, frozen, its text encoded and its noise as it was."""
+"""Load a Stable Diffusion for fine-tuning: freeze it, encode its prompts and recover its noise schedule."""
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,20 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from diffusers.loaders import TextualInversionLoaderMixin
 from torch import nn
 from transformers import CLIPTokenizer
 
 from scalelong_diffusers.download import damaged_file_errors
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.compatibility import required_conditions
-from scalelong_diffusers.pipelines.source import check_components, pipeline_index
-from scalelong_diffusers.pipelines.text_encoding import check_texts, check_tokenizer, text_embedding_width
+from scalelong_diffusers.pipelines.loading import check_components, pipeline_index
+from scalelong_diffusers.pipelines.text_encoding import check_tokenizer, text_embedding_width, tokenize
 
 
 StableDiffusion = StableDiffusionPipeline | StableDiffusionXLPipeline
 
-# The schedule of the noise; the rest of a scheduler's config is about sampling.
+# The entries of a scheduler's config that describe training; the others are about sampling.
 _SCHEDULE = (
     "num_train_timesteps",
     "beta_start",
@@ -38,13 +41,14 @@ _PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusion:
     """
-    Load a Stable Diffusion 1 or 2 or an SDXL, from a folder or the Hub, with everything but the U-Net frozen. The
-    options are those of `DiffusionPipeline.from_pretrained`.
+    Load a Stable Diffusion 1, 2 or XL from a folder or the Hub, and freeze everything except the U-Net.
+
+    The options are those of `DiffusionPipeline.from_pretrained`.
     """
-    # Before gigabytes of another model are downloaded.
+    # The class is checked before gigabytes of another model are downloaded.
     class_name = pipeline_index(source, options)["_class_name"]
     if class_name not in [known.__name__ for known in StableDiffusion.__args__]:
-        raise ValueError(_no_stable_diffusion(source, class_name))
+        raise UserError(_wrong_class_message(source, class_name))
     check_components(DiffusionPipeline, source, options)
     with damaged_file_errors(source):
         pipe = DiffusionPipeline.from_pretrained(source, **options)
@@ -54,30 +58,30 @@ def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusi
 
 
 def check_stable_diffusion(pipe: DiffusionPipeline):
-    """Refuse a pipeline that can not be trained as Stable Diffusion is."""
+    """Check that a pipeline can be fine-tuned as Stable Diffusion."""
     if not isinstance(pipe, StableDiffusion):
-        raise ValueError(_no_stable_diffusion("what was given", type(pipe).__name__))
-    for name in _needed_components(pipe):
-        if getattr(pipe, name) is None:
-            raise ValueError(f"this {type(pipe).__name__} has no {name}, which fine-tuning needs")
-    if not isinstance(pipe.unet, UNet2DConditionModel):
-        raise ValueError(f"the U-Net of Stable Diffusion is a UNet2DConditionModel, got {type(pipe.unet).__name__}")
-    _check_unet(pipe.unet, is_xl=isinstance(pipe, StableDiffusionXLPipeline))
+        raise UserError(_wrong_class_message("this pipeline", type(pipe).__name__))
+    is_xl = isinstance(pipe, StableDiffusionXLPipeline)
+    needed = ["unet", "vae", "text_encoder", "tokenizer", *(["text_encoder_2", "tokenizer_2"] if is_xl else [])]
+    if missing := [name for name in needed if getattr(pipe, name) is None]:
+        raise UserError(f"this {type(pipe).__name__} has no {missing[0]}, which fine-tuning needs")
+    _check_unet(pipe.unet, is_xl)
     channels, latent_channels = pipe.unet.config.in_channels, pipe.vae.config.latent_channels
     if channels != latent_channels:
-        kind = " (one for inpainting takes masked image and mask besides)" if channels == 9 else ""
-        raise ValueError(f"the unet takes {channels} channels{kind}, and the latents of the vae {latent_channels}")
+        kind = " (an inpainting model also takes a mask and the masked image)" if channels == 9 else ""
+        raise UserError(f"the unet takes {channels} channels{kind}, but the vae's latents have {latent_channels}")
     for encoder, tokenizer in zip(text_encoders(pipe), tokenizers(pipe)):
         check_tokenizer(tokenizer, encoder)
     widths = [encoder.config.hidden_size for encoder in text_encoders(pipe)]
     if sum(widths) != text_embedding_width(pipe.unet):
-        raise ValueError(
-            f"the hidden states of the text encoders are {' + '.join(map(str, widths))} wide, but this "
+        raise UserError(
+            f"the hidden states of the text encoders have width {' + '.join(map(str, widths))}, but this "
             f"{type(pipe.unet).__name__} takes {text_embedding_width(pipe.unet)}"
         )
 
 
 def freeze_all_but_unet(pipe: StableDiffusion):
+    """Freeze all models of the pipeline except the U-Net."""
     for component in pipe.components.values():
         if isinstance(component, nn.Module) and component is not pipe.unet:
             component.requires_grad_(False).eval()
@@ -93,83 +97,105 @@ def tokenizers(pipe: StableDiffusion) -> list[CLIPTokenizer]:
     return [pipe.tokenizer, pipe.tokenizer_2] if is_xl else [pipe.tokenizer]
 
 
-@torch.no_grad()
-def encode_prompts(pipe: StableDiffusion, prompts: Sequence[str], resolution: int | None = None) -> dict[str, Any]:
+def tokenize_prompts(pipe: StableDiffusion) -> dict[str, Callable[[Sequence[str]], torch.Tensor]]:
     """
-    The keyword arguments that the U-Net takes for these prompts, as the pipeline itself encodes them. The empty text
-    becomes what the pipeline's guidance leads away from, which for SDXL may be zeros.
+    Return functions from captions to token ids on the CPU, by the names that [`encode_tokens`] expects.
+
+    They can be pickled, so loader workers can call them.
+    """
+    names = ("input_ids", "input_ids_2")
+    return {name: functools.partial(_tokenize, tokenizer) for name, tokenizer in zip(names, tokenizers(pipe))}
+
+
+def _tokenize(tokenizer: CLIPTokenizer, captions: Sequence[str]) -> torch.Tensor:
+    added = tokenizer.added_tokens_encoder
+    if any(f"{token}_1" in added for token in added):  # a textual inversion with several vectors
+        captions = TextualInversionLoaderMixin().maybe_convert_prompt(list(captions), tokenizer)
+    return tokenize(captions, tokenizer, tokenizer.model_max_length)
+
+
+@functools.lru_cache(maxsize=8)
+def _empty_prompt(tokenizer: CLIPTokenizer, device: torch.device) -> torch.Tensor:
+    """Return the token ids of the empty prompt. The cache saves a copy to the device in each step."""
+    return tokenize([""], tokenizer, tokenizer.model_max_length).to(device)
+
+
+@torch.no_grad()
+def encode_tokens(
+    pipe: StableDiffusion,
+    ids: Mapping[str, torch.Tensor],
+    dropped: torch.Tensor | None = None,
+    resolution: int | None = None,
+) -> dict[str, Any]:
+    """
+    Return the U-Net's keyword arguments for prompts, equal to the pipeline's own `encode_prompt`.
+
+    All work is done on the device of the ids, without copies from or to the host.
 
     Args:
-        resolution: the side of the images, of which SDXL alone is told, and that they are whole; by default as large
-            as the pipeline makes them.
+        ids: token ids from the functions of [`tokenize_prompts`].
+        dropped: boolean, one for each prompt. A dropped prompt is replaced by the unconditional one of the pipeline's
+            guidance: the empty prompt, or zeros for SDXL with `force_zeros_for_empty_prompt`.
+        resolution: the side of the images in pixels, which only SDXL reads; by default the pipeline's own.
 
     ```python
-    noise = pipe.unet(noisy_latents, timesteps, **encode_prompts(pipe, captions)).sample
+    ids = {name: function(captions).to(device) for name, function in tokenize_prompts(pipe).items()}
+    noise = pipe.unet(noisy_latents, timesteps, **encode_tokens(pipe, ids)).sample
     ```
     """
-    check_texts("prompts", prompts)
-    if not isinstance(pipe, StableDiffusionXLPipeline):
-        # Empty text is nothing special here: it is what guidance leads away from.
-        states, _ = pipe.encode_prompt(list(prompts), pipe.text_encoder.device, 1, do_classifier_free_guidance=False)
-        return {"encoder_hidden_states": states}
-    states, text_embeds = _encode_for_xl(pipe, list(prompts))
+    is_xl = isinstance(pipe, StableDiffusionXLPipeline)
+    zero_dropped = is_xl and pipe.config.force_zeros_for_empty_prompt
+    batches = list(ids.values())
+    if dropped is not None and not zero_dropped:
+        empty = [_empty_prompt(tokenizer, batch.device) for tokenizer, batch in zip(tokenizers(pipe), batches)]
+        batches = [torch.where(dropped[:, None], one, batch) for one, batch in zip(empty, batches)]
+    if not is_xl:
+        return {"encoder_hidden_states": pipe.text_encoder(batches[0])[0]}
+    outputs = [encoder(batch, output_hidden_states=True) for encoder, batch in zip(text_encoders(pipe), batches)]
+    states = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1).to(pipe.text_encoder_2.dtype)
+    pooled = outputs[1].text_embeds
+    if dropped is not None and zero_dropped:
+        states = states.masked_fill(dropped[:, None, None], 0)
+        pooled = pooled.masked_fill(dropped[:, None], 0)
     side = pipe.default_sample_size * pipe.vae_scale_factor if resolution is None else resolution
-    # Height and width before and after the image was scaled, with where it was cropped between them.
-    time_ids = torch.tensor([[side, side, 0, 0, side, side]] * len(prompts)).to(states)
-    return {
-        "encoder_hidden_states": states,
-        "added_cond_kwargs": {"text_embeds": text_embeds, "time_ids": time_ids},
-    }
+    # Height and width of the original image, top and left of the crop, height and width of the target.
+    time_ids = states.new_full((len(states), 6), side)
+    time_ids[:, 2:4] = 0
+    return {"encoder_hidden_states": states, "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}}
 
 
 def training_schedule(pipe: StableDiffusion) -> DDPMScheduler:
-    """The noise that the model was trained with, and what it predicts, from the config of the pipeline's scheduler."""
+    """Return the noise schedule and prediction type that the model was trained with."""
     name, config = type(pipe.scheduler).__name__, pipe.scheduler.config
     if "beta_schedule" not in config:
-        raise ValueError(f"{name} has no betas, by which a Stable Diffusion is trained; set another pipe.scheduler")
+        raise UserError(f"{name} has no betas, which training a Stable Diffusion needs; set another pipe.scheduler")
     prediction_type = config.get("prediction_type", "epsilon")
     if prediction_type not in _PREDICTION_TYPES:
         accepted = ", ".join(_PREDICTION_TYPES)
-        raise ValueError(f"prediction_type of {name} must be one of {accepted}, got {prediction_type!r}")
+        raise UserError(f"prediction_type of {name} must be one of {accepted}, got {prediction_type!r}")
     return DDPMScheduler(**{entry: config[entry] for entry in _SCHEDULE if entry in config})
 
 
-def _encode_for_xl(pipe: StableDiffusionXLPipeline, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states of both encoders side by side, and the pooled ones of the second."""
-    has_empty = "" in prompts
-    states, null_states, pooled, null_pooled = pipe.encode_prompt(
-        prompts, device=pipe.text_encoder.device, num_images_per_prompt=1, do_classifier_free_guidance=has_empty
-    )
-    if has_empty:
-        is_empty = torch.tensor([prompt == "" for prompt in prompts], device=states.device)
-        states = torch.where(is_empty[:, None, None], null_states, states)
-        pooled = torch.where(is_empty[:, None], null_pooled, pooled)
-    return states, pooled
-
-
-def _no_stable_diffusion(what: str | os.PathLike, class_name: str | list[str]) -> str:
-    # A pipeline that brings its own code has the name of its module beside that of its class.
+def _wrong_class_message(what: str | os.PathLike, class_name: str | list[str]) -> str:
+    # A pipeline with its own code has a list of module and class.
     name = class_name if isinstance(class_name, str) else class_name[-1]
-    accepted = " or a ".join(known.__name__ for known in StableDiffusion.__args__)
-    return f"{what} is a {name}; what can be fine-tuned as Stable Diffusion is a {accepted}"
+    accepted = " or ".join(known.__name__ for known in StableDiffusion.__args__)
+    return f"{what} is a {name}; only {accepted} can be fine-tuned"
 
 
-def _needed_components(pipe: StableDiffusion) -> list[str]:
-    of_xl = ["text_encoder_2", "tokenizer_2"] if isinstance(pipe, StableDiffusionXLPipeline) else []
-    return ["unet", "vae", "scheduler", "text_encoder", "tokenizer", *of_xl]
-
-
-def _check_unet(unet: UNet2DConditionModel, is_xl: bool):
-    """It takes just what `encode_prompts` gives."""
+def _check_unet(unet: nn.Module, is_xl: bool):
+    """Check that the U-Net takes exactly what `encode_tokens` returns."""
+    if not isinstance(unet, UNet2DConditionModel):
+        raise UserError(f"the unet of a Stable Diffusion must be a UNet2DConditionModel, got {type(unet).__name__}")
     conditions = required_conditions(unet)
     expected = {"encoder_hidden_states"} | ({"added_cond_kwargs"} if is_xl else set())
     if set(conditions) != expected:
         takes = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
-        raise ValueError(
-            f"the unet of {'an SDXL' if is_xl else 'a Stable Diffusion'} takes {' and '.join(sorted(expected))}; this "
-            f"{type(unet).__name__} takes {takes}"
+        raise UserError(
+            f"the unet of {'an SDXL' if is_xl else 'a Stable Diffusion'} must take {' and '.join(sorted(expected))}; "
+            f"this {type(unet).__name__} takes {takes}"
         )
     if is_xl and unet.config.addition_embed_type != "text_time":
-        raise ValueError(
-            f"the unet of an SDXL has addition_embed_type='text_time', got {unet.config.addition_embed_type!r}"
+        raise UserError(
+            f"the unet of an SDXL must have addition_embed_type='text_time', got {unet.config.addition_embed_type!r}"
         )

@@ -1,4 +1,4 @@
-"""Tiny models of every kind that a pipeline takes, with and without skip scaling."""
+"""Tiny models of all kinds that the pipelines take, with and without skip scaling."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,14 @@ _UNET_2D = {
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
     "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
 }
-_UNET_OF_TEXT = {
+_UNET_WITH_TEXT = {
     **_UNET,
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     "cross_attention_dim": 16,
     "attention_head_dim": 4,
 }
-# A U-Net of Stable Diffusion's kind without attention to text.
+# A UNet2DConditionModel without cross-attention.
 _UNET_WITHOUT_TEXT = {
     **_UNET,
     "in_channels": 3,
@@ -39,7 +39,7 @@ _UNET_WITHOUT_TEXT = {
 }
 _UVIT = {"sample_size": 8, "patch_size": 2, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2}
 
-# What a model is of, and what is added to its config for that.
+# Config entries by condition.
 CONDITIONS = {
     "nothing": {},
     "classes": {"num_class_embeds": 5},
@@ -49,7 +49,7 @@ CONDITIONS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of models and its config for each condition that it can have."""
+    """A model class and its config for each condition that it supports."""
 
     class_name: str
     configs: dict[str, dict[str, Any]]
@@ -62,7 +62,7 @@ class Kind:
 
 _PIXELS_2D = {name: {**_UNET_2D, **CONDITIONS[name]} for name in ("nothing", "classes")}
 _CONDITION = {
-    "text": {**_UNET_OF_TEXT, "in_channels": 4, "out_channels": 4},
+    "text": {**_UNET_WITH_TEXT, "in_channels": 4, "out_channels": 4},
     "nothing": _UNET_WITHOUT_TEXT,
     "classes": {**_UNET_WITHOUT_TEXT, **CONDITIONS["classes"]},
 }
@@ -106,13 +106,13 @@ def model_of_text(request):
 
 @pytest.fixture
 def build():
-    """`build(kind, condition, **config)`: a model."""
+    """`build(kind, condition, **config)` builds a model."""
     return lambda kind, condition, **config: KINDS[kind].build(condition, **config)
 
 
 @pytest.fixture
 def quiet():
-    """Makes a pipeline without a progress bar."""
+    """`quiet(pipeline_class, *args)` builds a pipeline without a progress bar."""
 
     def make(pipeline_class, *args, **kwargs):
         pipe = pipeline_class(*args, **kwargs)
@@ -128,12 +128,12 @@ def seeded(*seeds: int) -> list[torch.Generator]:
 
 @pytest.fixture
 def generators():
-    """`generators(0, 1)`: a generator for each seed."""
+    """`generators(0, 1)` returns a generator for each seed."""
     return seeded
 
 
 class CountCalls:
-    """Counts a model's forward passes and keeps what each was given."""
+    """Counts a model's forward passes and keeps their inputs."""
 
     def __init__(self, model):
         self.inputs = []

@@ -1,4 +1,4 @@
-"""The sampler: any model, any scheduler that fits, and every argument that all pipelines share."""
+"""The sampling loop: all models and schedulers, and the arguments that all pipelines share."""
 
 import diffusers
 import numpy as np
@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler, EulerDiscreteScheduler
 
-from scalelong_diffusers import ScaleLongClassConditionalPipeline, ScaleLongUnconditionalPipeline
+from scalelong_diffusers import ScaleLongClassConditionalPipeline, ScaleLongUnconditionalPipeline, UserError
+from scalelong_diffusers.pipelines.base import NonFiniteImages
 
 
 SCHEDULERS = {
@@ -31,7 +32,7 @@ def as_bytes(images: torch.Tensor) -> torch.Tensor:
 
 
 class TestAgainstStockPipelines:
-    def test_images_are_those_of_ddpm_pipeline(self, build, quiet, generators):
+    def test_equals_ddpm_pipeline(self, build, quiet, generators):
         unet = build("UNet2DModel", "nothing")
         stock = quiet(DDPMPipeline, unet, DDPMScheduler())
         ours = quiet(ScaleLongUnconditionalPipeline, unet, DDPMScheduler())
@@ -40,7 +41,7 @@ class TestAgainstStockPipelines:
         np.testing.assert_allclose(ours(**arguments, generator=generators(0)[0]).images, expected, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("eta", [0.0, 0.7])
-    def test_images_are_those_of_ddim_pipeline(self, build, quiet, generators, eta):
+    def test_equals_ddim_pipeline(self, build, quiet, generators, eta):
         unet = build("scaled UNet2DModel", "nothing")
         stock = quiet(DDIMPipeline, unet, DDIMScheduler())
         ours = quiet(ScaleLongUnconditionalPipeline, unet, stock.scheduler)
@@ -50,7 +51,7 @@ class TestAgainstStockPipelines:
 
 
 class TestModelsAndSchedulers:
-    def test_every_model_is_sampled(self, model_of_nothing, quiet, generators):
+    def test_samples_all_models(self, model_of_nothing, quiet, generators):
         pipe = quiet(ScaleLongUnconditionalPipeline, model_of_nothing, DDIMScheduler())
         images = pipe(batch_size=2, num_inference_steps=3, generator=generators(0, 1), output_type="pt").images
         assert images.shape == (2, 3, 8, 8)
@@ -58,7 +59,7 @@ class TestModelsAndSchedulers:
         assert not torch.allclose(images[0], images[1], atol=0.1)
 
     @pytest.mark.parametrize("name", SCHEDULERS)
-    def test_a_batch_equals_its_images_made_one_by_one(self, name, build, quiet, generators):
+    def test_a_batch_equals_single_images(self, name, build, quiet, generators):
         scheduler = getattr(diffusers, name)(**SCHEDULERS[name])
         pipe = quiet(ScaleLongUnconditionalPipeline, build("scaled UNet2DModel", "nothing"), scheduler)
         arguments = {"num_inference_steps": 4, "output_type": "pt"}
@@ -69,18 +70,16 @@ class TestModelsAndSchedulers:
         assert not torch.allclose(together[0], together[1], atol=0.1)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("name", SCHEDULERS)
-    def test_the_dtype_is_that_of_the_model_at_every_step(self, name, dtype, build, quiet, generators, count_calls):
+    def test_keeps_the_dtype_of_the_model_in_all_steps(self, dtype, build, quiet, generators, count_calls):
         unet = build("UViTModel", "nothing").to(dtype)
-        scheduler = getattr(diffusers, name)(**SCHEDULERS[name])
         calls = count_calls(unet)
-        latents = quiet(ScaleLongUnconditionalPipeline, unet, scheduler)(
-            num_inference_steps=4, generator=generators(0)[0], output_type="latent"
-        ).images
-        assert latents.dtype == dtype
+        for name, config in SCHEDULERS.items():
+            pipe = quiet(ScaleLongUnconditionalPipeline, unet, getattr(diffusers, name)(**config))
+            latents = pipe(num_inference_steps=4, generator=generators(0)[0], output_type="latent").images
+            assert latents.dtype == dtype, name
         assert {args[0].dtype for args, _ in calls.inputs} == {dtype}
 
-    def test_the_scheduler_scales_the_input_and_the_first_noise(self, build, quiet, generators, count_calls):
+    def test_the_scheduler_scales_input_and_initial_noise(self, build, quiet, generators, count_calls):
         unet = build("UNet2DModel", "nothing")
         calls = count_calls(unet)
         noise = torch.randn(1, 3, 8, 8, generator=generators(0)[0])
@@ -91,7 +90,7 @@ class TestModelsAndSchedulers:
         torch.testing.assert_close(calls.inputs[0][0][0], expected)
 
     @pytest.mark.parametrize("sizes", [{"height": 16, "width": 24}, {"latents": torch.zeros(1, 3, 16, 24)}])
-    def test_other_sizes(self, model_of_nothing, quiet, sizes):
+    def test_custom_sizes(self, model_of_nothing, quiet, sizes):
         pipe = quiet(ScaleLongUnconditionalPipeline, model_of_nothing, DDIMScheduler())
         assert pipe(num_inference_steps=1, output_type="np", **sizes).images.shape == (1, 16, 24, 3)
 
@@ -111,7 +110,7 @@ class TestTimesteps:
         assert len(calls) == 3
         torch.testing.assert_close(pipe.scheduler.sigmas, torch.tensor([10.0, 3.0, 0.5, 0.0]))
 
-    def test_eta_reaches_a_scheduler_that_takes_it_and_no_other(self, build, quiet, generators):
+    def test_passes_eta_only_to_schedulers_that_accept_it(self, build, quiet, generators):
         unet = build("UNet2DModel", "nothing")
 
         def draw(scheduler, eta):
@@ -123,9 +122,9 @@ class TestTimesteps:
 
 
 class TestLearnedVariance:
-    """Models with twice the channels: DDPM samples with the variance, the others are given the mean."""
+    """Models that predict a variance: DDPM uses it, other schedulers get only the mean."""
 
-    def test_ddpm_takes_the_variance(self, build, quiet, generators):
+    def test_ddpm_uses_the_variance(self, build, quiet, generators):
         unet = build("UNet2DModel", "nothing", out_channels=6)
         scheduler = DDPMScheduler(variance_type="learned_range", clip_sample=False)
         images = quiet(ScaleLongUnconditionalPipeline, unet, scheduler)(
@@ -140,7 +139,7 @@ class TestLearnedVariance:
         torch.testing.assert_close(images, expected)
 
     @pytest.mark.parametrize("scheduler", [DDIMScheduler(), DDPMScheduler(), EulerDiscreteScheduler()], ids=repr)
-    def test_others_take_the_mean(self, build, quiet, generators, scheduler):
+    def test_other_schedulers_get_the_mean(self, build, quiet, generators, scheduler):
         both = build("UNet2DModel", "nothing", out_channels=6)
         mean = build("UNet2DModel", "nothing")
         weights = both.state_dict() | {
@@ -155,7 +154,7 @@ class TestLearnedVariance:
         ]
         torch.testing.assert_close(*drawn)
 
-    def test_guidance_leaves_the_variance_of_the_class(self, build, quiet, generators):
+    def test_guidance_keeps_the_variance_of_the_class(self, build, quiet, generators):
         unet = build("UNet2DModel", "classes", out_channels=6)
         scheduler = DDPMScheduler(variance_type="learned_range", clip_sample=False)
         pipe = quiet(ScaleLongClassConditionalPipeline, unet, scheduler, null_class=4)
@@ -175,7 +174,7 @@ class TestLearnedVariance:
 
 
 class TestLatents:
-    def test_the_vae_decodes(self, build, quiet, tiny_vae, generators):
+    def test_decodes_with_the_vae(self, build, quiet, tiny_vae, generators):
         unet = build("UViTModel", "nothing", in_channels=4)
         pipe = quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler(), vae=tiny_vae)
         latents = pipe(num_inference_steps=2, generator=generators(0)[0], output_type="latent").images
@@ -186,9 +185,7 @@ class TestLatents:
         torch.testing.assert_close(images, (expected / 2 + 0.5).clamp(0, 1))
         assert images.shape == (1, 3, 16, 16)
 
-    def test_the_scale_is_that_of_the_config_where_there_is_one_and_the_shift_that_of_the_vae(
-        self, build, quiet, tiny_vae, generators
-    ):
+    def test_latent_scale_overrides_the_scaling_factor_of_the_vae(self, build, quiet, tiny_vae, generators):
         tiny_vae.register_to_config(shift_factor=0.3)
         unet = build("UViTModel", "nothing", in_channels=4)
         pipe = quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler(), vae=tiny_vae, latent_scale=0.2301)
@@ -198,7 +195,7 @@ class TestLatents:
             expected = tiny_vae.decode(latents / 0.2301 + 0.3).sample
         torch.testing.assert_close(images, (expected / 2 + 0.5).clamp(0, 1))
 
-    def test_given_latents_are_where_it_starts(self, build, quiet, generators):
+    def test_starts_from_given_latents(self, build, quiet, generators):
         pipe = quiet(ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing"), DDIMScheduler())
         noise = torch.randn(2, 3, 8, 8, generator=generators(3)[0])
         given = pipe(batch_size=2, num_inference_steps=2, latents=noise, output_type="pt").images
@@ -215,7 +212,7 @@ class TestOutput:
         ).images
         assert [(image.mode, image.size) for image in images] == [(mode, (8, 8))] * 2
 
-    def test_the_output_types_are_the_same_image(self, build, quiet, generators):
+    def test_output_types_hold_the_same_image(self, build, quiet, generators):
         pipe = quiet(ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing"), DDIMScheduler())
         drawn = {
             kind: pipe(num_inference_steps=2, generator=generators(0)[0], output_type=kind).images
@@ -225,20 +222,20 @@ class TestOutput:
         np.testing.assert_array_equal(np.asarray(drawn["pil"][0]), (drawn["np"][0] * 255).round().astype("uint8"))
         torch.testing.assert_close(drawn["pt"], (drawn["latent"] / 2 + 0.5).clamp(0, 1))
 
-    def test_a_tuple_instead(self, build, quiet):
+    def test_return_dict_false(self, build, quiet):
         pipe = quiet(ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing"), DDIMScheduler())
         (images,) = pipe(num_inference_steps=1, return_dict=False)
         assert len(images) == 1
 
-    def test_any_number_of_channels_as_an_array(self, build, quiet):
+    def test_any_number_of_channels_as_np(self, build, quiet):
         pipe = quiet(ScaleLongUnconditionalPipeline, build("UViTModel", "nothing", in_channels=2), DDIMScheduler())
         assert pipe(num_inference_steps=1, output_type="np").images.shape == (1, 8, 8, 2)
-        with pytest.raises(ValueError, match="images of 2 channels can not be PIL images: take output_type 'np'"):
+        with pytest.raises(UserError, match="images with 2 channels cannot be PIL images: use output_type 'np'"):
             pipe(num_inference_steps=1)
 
 
 class TestCallback:
-    def test_it_sees_every_step(self, build, quiet):
+    def test_is_called_after_every_step(self, build, quiet):
         pipe = quiet(ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing"), DDIMScheduler())
         seen = []
 
@@ -249,7 +246,7 @@ class TestCallback:
         pipe(num_inference_steps=3, callback_on_step_end=callback)
         assert seen == [(0, 666, ["latents"], 3), (1, 333, ["latents"], 3), (2, 0, ["latents"], 3)]
 
-    def test_what_it_returns_is_gone_on_with(self, build, quiet):
+    def test_replaces_tensors(self, build, quiet):
         pipe = quiet(ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing"), DDIMScheduler())
         ones = pipe(
             num_inference_steps=3,
@@ -258,7 +255,7 @@ class TestCallback:
         ).images
         assert torch.equal(ones, torch.ones(1, 3, 8, 8))
 
-    def test_it_can_interrupt(self, build, quiet, count_calls):
+    def test_can_interrupt(self, build, quiet, count_calls):
         unet = build("UNet2DModel", "nothing")
         calls = count_calls(unet)
         pipe = quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler())
@@ -272,7 +269,7 @@ class TestCallback:
         pipe(num_inference_steps=5)
         assert len(calls) == 7, "the next call is not interrupted"
 
-    def test_it_can_end_guidance_as_in_diffusers(self, build, quiet, count_calls):
+    def test_can_end_guidance_as_in_diffusers(self, build, quiet, count_calls):
         unet = build("UViTModel", "classes")
         calls = count_calls(unet)
         pipe = quiet(ScaleLongClassConditionalPipeline, unet, DDIMScheduler(), null_class=4)
@@ -293,13 +290,24 @@ class TestCallback:
         assert [kwargs["class_labels"].tolist() for _, kwargs in calls.inputs] == [[4, 4, 1, 2]] * 2 + [[1, 2]] * 2
 
 
+def test_rejects_images_that_are_not_finite(build, quiet):
+    unet = build("UNet2DModel", "nothing")
+    pipe = quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler(clip_sample=False))
+    torch.nn.init.constant_(unet.conv_out.bias, float("inf"))
+    for output_type in ("pil", "latent"):
+        with pytest.raises(
+            NonFiniteImages, match=r"not finite: training diverged, or .* too large for torch\.float32"
+        ):
+            pipe(num_inference_steps=1, output_type=output_type)
+
+
 def test_the_progress_bar_counts_the_steps(build, capsys):
     pipe = ScaleLongUnconditionalPipeline(build("UNet2DModel", "nothing"), DDIMScheduler())
     pipe(num_inference_steps=3)
     assert "3/3" in capsys.readouterr().err
 
 
-def test_a_call_changes_no_weights_and_no_config(model_of_classes, quiet):
+def test_a_call_changes_neither_weights_nor_config(model_of_classes, quiet):
     pipe = quiet(ScaleLongClassConditionalPipeline, model_of_classes, DDIMScheduler(), null_class=4)
     weights = {name: value.clone() for name, value in model_of_classes.state_dict().items()}
     configs = dict(pipe.config), dict(pipe.unet.config), dict(pipe.scheduler.config)

@@ -1,4 +1,4 @@
-"""Stock pipelines of diffusers with our U-Nets inside: they run, come back from disk, and become one another."""
+"""Stock diffusers pipelines with our U-Nets: sampling, saving and loading, and `from_pipe`."""
 
 import diffusers
 import pytest
@@ -10,7 +10,7 @@ from scalelong_diffusers import apply_skip_scaling, remove_skip_scaling, skip_co
 
 @pytest.fixture
 def components(tiny_stable_diffusion):
-    """Those of a Stable Diffusion whose U-Net is scaled."""
+    """The components of a Stable Diffusion whose U-Net is scaled."""
     apply_skip_scaling(tiny_stable_diffusion, {"method": "ls", "reduction": 4, "shared": False})
     return tiny_stable_diffusion.components | {"requires_safety_checker": False}
 
@@ -47,8 +47,8 @@ def draw(pipe, **inputs):
     )
 
 
-def comes_back(pipe, folder, **inputs):
-    """Saved and loaded by its own class, it is scaled and draws the same; unscaled it would not."""
+def check_round_trip(pipe, folder, **inputs):
+    """Check that the pipeline is still scaled and draws the same image after saving and loading."""
     drawn = draw(pipe, **inputs)
     pipe.save_pretrained(folder)
     again = type(pipe).from_pretrained(folder)
@@ -59,41 +59,41 @@ def comes_back(pipe, folder, **inputs):
 
 def test_image_to_image(components, tmp_path):
     pipe = diffusers.StableDiffusionImg2ImgPipeline(**components)
-    comes_back(pipe, tmp_path, image=PICTURE, strength=0.8)
+    check_round_trip(pipe, tmp_path, image=PICTURE, strength=0.8)
 
 
 def test_inpainting(components, tmp_path):
     pipe = diffusers.StableDiffusionInpaintPipeline(**components)
-    comes_back(pipe, tmp_path, image=PICTURE, mask_image=MASK, height=16, width=16)
+    check_round_trip(pipe, tmp_path, image=PICTURE, mask_image=MASK, height=16, width=16)
 
 
 def test_controlnet(components, tmp_path):
     controlnet = diffusers.ControlNetModel.from_unet(components["unet"], conditioning_embedding_out_channels=(8, 8))
     with torch.no_grad():
         for block in [*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block]:
-            block.weight.normal_(std=0.1)  # zero as it is made, which would hide it
+            block.weight.normal_(std=0.1)  # its initial zeros would have no effect
     pipe = diffusers.StableDiffusionControlNetPipeline(**components, controlnet=controlnet)
-    comes_back(pipe, tmp_path, image=PICTURE)
+    check_round_trip(pipe, tmp_path, image=PICTURE)
 
 
 def test_sdxl(sdxl, tmp_path):
     apply_skip_scaling(sdxl, "cs")
-    comes_back(sdxl, tmp_path, height=16, width=16)
+    check_round_trip(sdxl, tmp_path, height=16, width=16)
 
 
 class TestFromPipe:
-    def test_auto_pipelines_take_a_scaled_unet_over(self, components):
+    def test_auto_pipelines_reuse_a_scaled_unet(self, components):
         pipe = diffusers.StableDiffusionPipeline(**components)
         for auto in (diffusers.AutoPipelineForImage2Image, diffusers.AutoPipelineForInpainting):
             assert auto.from_pipe(pipe).unet is pipe.unet
 
-    def test_other_classes_take_it_when_it_is_passed(self, components):
+    def test_other_classes_accept_it_as_an_argument(self, components):
         pipe = diffusers.StableDiffusionPipeline(**components)
         again = diffusers.StableDiffusionImg2ImgPipeline.from_pipe(pipe, unet=pipe.unet)
         assert again.unet is pipe.unet
         draw(again, image=PICTURE)
 
-    def test_and_refuse_it_when_it_is_not(self, components):
+    def test_other_classes_need_it_as_an_argument(self, components):
         pipe = diffusers.StableDiffusionPipeline(**components)
         with pytest.raises(ValueError, match=r"expected .*'unet'.* but only"):
             diffusers.StableDiffusionImg2ImgPipeline.from_pipe(pipe)

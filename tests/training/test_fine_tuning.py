@@ -1,4 +1,4 @@
-"""Fine-tuning starts with the output that the model had, and trains what it is to train."""
+"""Preparation for fine-tuning: it keeps the model's output and selects the parameters to train."""
 
 import copy
 
@@ -7,19 +7,21 @@ import torch
 
 from scalelong_diffusers import (
     SkipScalingConfig,
+    UserError,
     apply_skip_scaling,
     remove_skip_scaling,
     set_skip_scaling_strength,
     skip_connections,
 )
+from scalelong_diffusers.training import fine_tuning
 from scalelong_diffusers.training.fine_tuning import config_without_jump, prepare_for_fine_tuning
-from scalelong_diffusers.training.stable_diffusion import encode_prompts, freeze_all_but_unet
+from scalelong_diffusers.training.stable_diffusion import encode_tokens, freeze_all_but_unet, tokenize_prompts
 
 
 PROMPTS = ["a red circle", "a green triangle"]
 METHODS = {
-    "ls": {"method": "ls", "reduction": 4},
-    "ls paper": {"method": "ls", "reduction": 4, "init": "paper"},
+    "ls": {"method": "ls", "reduction": 4, "init": "identity"},
+    "ls paper": {"method": "ls", "reduction": 4, "shared": True, "init": "paper"},
     "cs": "cs",
     "constant": SkipScalingConfig("constant", kappa=0.5),
     "inv_sqrt2": "inv_sqrt2",
@@ -27,11 +29,15 @@ METHODS = {
 }
 
 
+def encoded(pipe):
+    return encode_tokens(pipe, {name: function(PROMPTS) for name, function in tokenize_prompts(pipe).items()})
+
+
 @pytest.mark.parametrize("lora_rank", [None, 4])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_first_output_is_that_of_the_model_as_it_was(build_kind, predict, method, lora_rank):
+def test_keeps_the_output_of_the_model(build_kind, predict, method, lora_rank):
     pipe = build_kind("sd1")
-    arguments = encode_prompts(pipe, PROMPTS)
+    arguments = encoded(pipe)
     expected = predict(pipe, arguments)
     prepare_for_fine_tuning(pipe, METHODS[method], lora_rank)
     assert torch.equal(predict(pipe, arguments), expected)
@@ -40,16 +46,16 @@ def test_the_first_output_is_that_of_the_model_as_it_was(build_kind, predict, me
         assert not torch.allclose(predict(pipe, arguments), expected, atol=1e-4)
 
 
-def test_that_of_sdxl_too(build_kind, predict):
+def test_keeps_the_output_of_sdxl(build_kind, predict):
     pipe = build_kind("sdxl")
-    arguments = encode_prompts(pipe, PROMPTS)
+    arguments = encoded(pipe)
     expected = predict(pipe, arguments)
     prepare_for_fine_tuning(pipe, METHODS["ls"], lora_rank=4)
     assert torch.equal(predict(pipe, arguments), expected)
 
 
 @pytest.mark.parametrize("method", ["ls", "learnable", "cs"])
-def test_with_lora_just_lora_and_gates_are_trained(build_kind, predict, method):
+def test_with_lora_only_lora_and_gates_are_trained(build_kind, predict, method):
     pipe = build_kind("sd2")
     freeze_all_but_unet(pipe)
     pipe.unet.to(torch.bfloat16)
@@ -69,7 +75,7 @@ def test_with_lora_just_lora_and_gates_are_trained(build_kind, predict, method):
     assert not any(p.requires_grad for name in ("vae", "text_encoder") for p in getattr(pipe, name).parameters())
 
 
-def test_without_lora_all_of_the_unet_is_trained(build_kind):
+def test_without_lora_the_full_unet_is_trained(build_kind):
     pipe = build_kind("sd1")
     trained = prepare_for_fine_tuning(pipe, "learnable")
     assert trained.keys() == dict(pipe.unet.named_parameters()).keys()
@@ -77,36 +83,36 @@ def test_without_lora_all_of_the_unet_is_trained(build_kind):
 
 
 @pytest.mark.parametrize("lora_rank", [None, 4])
-def test_all_that_is_trained_gets_gradients(build_kind, lora_rank):
+def test_all_trained_parameters_get_gradients(build_kind, lora_rank):
     pipe = build_kind("sd1")
     trained = prepare_for_fine_tuning(pipe, METHODS["ls"], lora_rank)
-    # LoRA's B is zero at the start, so that A gets its gradient in the second step.
+    # LoRA's B is zero at the start, so A gets a gradient only from the second step.
     optimizer = torch.optim.SGD(trained.values(), lr=0.1)
-    latents, arguments = torch.randn(2, 4, 8, 8), encode_prompts(pipe, PROMPTS)
+    latents, arguments = torch.randn(2, 4, 8, 8), encoded(pipe)
     for _ in range(3):
         optimizer.zero_grad()
         pipe.unet(latents, 10, **arguments).sample.square().mean().backward()
         optimizer.step()
-    still = {
+    without_gradient = {
         name for name, p in trained.items() if p.grad is None or (lora_rank is not None and not p.grad.abs().max() > 0)
     }
-    assert not {name for name in still if ".lora_" in name or name.startswith("skip_scaler.")}
+    assert not {name for name in without_gradient if ".lora_" in name or name.startswith("skip_scaler.")}
 
 
-class TestOneThatIsScaledAlready:
-    def test_goes_on_as_it_is(self, build_kind, predict):
+class TestScaledModels:
+    def test_keeps_gates_and_strength(self, build_kind, predict):
         pipe = build_kind("sd1")
-        apply_skip_scaling(pipe, METHODS["ls"] | {"init": "identity"})
+        apply_skip_scaling(pipe, METHODS["ls"] | {"shared": True})
         torch.nn.init.normal_(pipe.unet.skip_scaler.gates["width_16"].excite.weight)
         set_skip_scaling_strength(pipe, 0.5)
-        arguments = encode_prompts(pipe, PROMPTS)
+        arguments = encoded(pipe)
         expected = predict(pipe, arguments)
-        prepare_for_fine_tuning(pipe, METHODS["ls"], lora_rank=2)
+        prepare_for_fine_tuning(pipe, METHODS["ls"] | {"shared": True}, lora_rank=2)
         assert torch.equal(predict(pipe, arguments), expected)
 
-    def test_is_not_scaled_otherwise(self, build_kind):
+    def test_rejects_another_scaling(self, build_kind):
         pipe = apply_skip_scaling(build_kind("sd1"), "cs")
-        with pytest.raises(ValueError, match=r"was trained with .*'cs'.*; go on with that, or .* remove_skip_scaling"):
+        with pytest.raises(UserError, match=r"was trained with .*'cs'.*; use the same, or call remove_skip_scaling"):
             prepare_for_fine_tuning(pipe, "inv_sqrt2")
         assert skip_connections(pipe).config.method == "cs"
         prepare_for_fine_tuning(remove_skip_scaling(pipe), "inv_sqrt2")
@@ -115,9 +121,8 @@ class TestOneThatIsScaledAlready:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("ls", SkipScalingConfig("ls", init="identity")),
-        ({"method": "ls", "shared": False}, SkipScalingConfig("ls", init="identity", shared=False)),
-        (SkipScalingConfig("ls"), SkipScalingConfig("ls", strength=0)),
+        ({"method": "ls", "init": "identity"}, SkipScalingConfig("ls", init="identity")),
+        (SkipScalingConfig("ls", init="paper"), SkipScalingConfig("ls", init="paper", strength=0)),
         (
             SkipScalingConfig("ls", init="identity", strength=0.3),
             SkipScalingConfig("ls", init="identity", strength=0.3),
@@ -127,33 +132,40 @@ class TestOneThatIsScaledAlready:
         ("none", SkipScalingConfig("none")),
     ],
 )
-def test_the_scaling_that_it_starts_with(given, expected):
+def test_config_without_jump(given, expected):
     assert config_without_jump(given) == expected
 
 
-class TestWhatCanNotBe:
+class TestErrors:
     @pytest.mark.parametrize("rank", [0, True, 2.5])
-    def test_a_rank(self, build_kind, rank):
-        with pytest.raises(ValueError, match="lora_rank must be a whole number of at least 1, or None"):
+    def test_rejects_a_wrong_rank(self, build_kind, rank):
+        with pytest.raises(UserError, match="lora_rank must be an integer of at least 1, or None"):
             prepare_for_fine_tuning(build_kind("sd1"), "ls", lora_rank=rank)
 
-    def test_alpha_without_rank(self, build_kind):
-        with pytest.raises(ValueError, match="lora_alpha=4 is not used without lora_rank"):
+    def test_rejects_alpha_without_rank(self, build_kind):
+        with pytest.raises(UserError, match="lora_alpha=4 needs lora_rank"):
             prepare_for_fine_tuning(build_kind("sd1"), "ls", lora_alpha=4)
 
-    def test_lora_without_attention_leaves_the_model_as_it_was(self, build_kind, sd):
+    def test_says_that_lora_needs_peft(self, build_kind, monkeypatch):
+        monkeypatch.setattr(fine_tuning, "is_peft_available", lambda: False)
+        pipe = build_kind("sd1")
+        with pytest.raises(UserError, match="LoRA needs the package peft: pip install peft"):
+            prepare_for_fine_tuning(pipe, "cs", lora_rank=2)
+        assert type(pipe.unet).__name__ == "UNet2DConditionModel"
+
+    def test_rejects_lora_without_attention_and_keeps_the_model(self, build_kind, sd):
         pipe = build_kind("sd1")
         blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
         pipe.unet = sd.build(**blocks, mid_block_type=None)
         plain = copy.deepcopy(pipe.unet.config)
-        with pytest.raises(ValueError, match=r"has no attention \(to_q, to_k, to_v, to_out.0\) that LoRA could adapt"):
+        with pytest.raises(UserError, match=r"has no attention \(to_q, to_k, to_v, to_out.0\) that LoRA could adapt"):
             prepare_for_fine_tuning(pipe, "cs", lora_rank=2)
         assert pipe.unet.config == plain
         assert type(pipe.unet).__name__ == "UNet2DConditionModel"
 
-    def test_a_second_adapter(self, build_kind):
+    def test_rejects_a_second_adapter(self, build_kind):
         pipe = build_kind("sd1")
         prepare_for_fine_tuning(pipe, "cs", lora_rank=2)
         for rank in (2, None):
-            with pytest.raises(ValueError, match=r"has the adapter default; make it part of the weights"):
+            with pytest.raises(UserError, match=r"has the adapter default; merge it into the weights"):
                 prepare_for_fine_tuning(pipe, "cs", lora_rank=rank)
