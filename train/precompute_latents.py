@@ -20,7 +20,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.options import option
 from scalelong_diffusers.processes import processes
 from scalelong_diffusers.training.precomputing import DTYPES, Encoders, PrecomputedWriter
-from scalelong_diffusers.training.run import run_script
+from scalelong_diffusers.training.script import run_script
 
 
 @dataclass(frozen=True)
