@@ -472,8 +472,8 @@ class TrainingRun:
 
     def _report_nonfinite_steps(self, longest_run: int):
         self.say(
-            f"warning: step {self.global_step}: up to {longest_run} steps in a row had a non-finite loss or gradient, "
-            "and their updates were skipped"
+            f"warning: step {self.global_step}: skipped updates with a non-finite loss or gradient (at most "
+            f"{longest_run} in a row)"
         )
         limit = self.config.optimization.max_nonfinite_losses
         if longest_run >= limit and not self.optimizer_step.scaler_can_help():
