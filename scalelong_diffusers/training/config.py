@@ -314,6 +314,9 @@ def check_same_settings(
     # Equal data may be described differently, for example if its folder was moved.
     if before.get("data_fingerprint") == now["data_fingerprint"]:
         free.add("data")
+    # The fields of another method differ anyway.
+    if before.get("skip_scaling") != now.get("skip_scaling"):
+        free |= {flag for flag, _, _ in options_of(SkipScalingConfig)} - {"skip_scaling"}
     if not (before.get("eval_steps") and now["eval_steps"]):
         free |= _EVALUATION_SETTINGS
     changed = {

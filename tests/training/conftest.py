@@ -145,7 +145,9 @@ class ForkedProcesses:
     They have the interface of `subprocess.Popen`. `returncode` is the exit code of the first one that failed.
     """
 
-    def __init__(self, main: Callable, arguments: list[str], processes: int, output: Path):
+    def __init__(
+        self, main: Callable, arguments: list[str], processes: int, output: Path, prepare: Callable[[], object]
+    ):
         self.output = output
         self.output.mkdir()
         self.codes: dict[int, int | None] = {}
@@ -157,7 +159,7 @@ class ForkedProcesses:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             pid = os.fork()
             if pid == 0:
-                _run_forked(main, arguments, environment, output / str(rank))
+                _run_forked(main, arguments, environment, output / str(rank), prepare)
             self.codes[pid] = None
 
     @property
@@ -200,7 +202,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run_forked(main: Callable, arguments: list[str], environment: dict[str, object], output: Path):
+def _run_forked(
+    main: Callable, arguments: list[str], environment: dict[str, object], output: Path, prepare: Callable[[], object]
+):
     """Run the script in a forked process. This never returns."""
     code = 1
     try:
@@ -214,6 +218,7 @@ def _run_forked(main: Callable, arguments: list[str], environment: dict[str, obj
         os.environ.update({name: str(value) for name, value in environment.items()})
         reset_accelerate()
         sys.argv = [f"{main.__module__.split('.')[-1]}.py", *arguments]
+        prepare()
         run_script(main)
         code = 0
     except SystemExit as stopped:
@@ -228,8 +233,8 @@ def _run_forked(main: Callable, arguments: list[str], environment: dict[str, obj
 class Launched:
     """A training script in processes of its own."""
 
-    def __init__(self, main: Callable, arguments: list, processes: int, output: Path):
-        self.process = ForkedProcesses(main, list(map(str, arguments)), processes, output)
+    def __init__(self, main: Callable, arguments: list, *options):
+        self.process = ForkedProcesses(main, list(map(str, arguments)), *options)
 
     def kill(self):
         """Kill all processes and their data loader workers."""
@@ -261,11 +266,15 @@ class Launched:
 
 @pytest.fixture
 def launch_main(tmp_path):
-    """`launch_main(main, arguments)` starts the main function of a script. Its processes end with the test."""
+    """
+    `launch_main(main, arguments)` starts the main function of a script. Its processes end with the test.
+
+    Each process calls `prepare` first.
+    """
     started = []
 
-    def run(main: Callable, arguments: list, processes: int = 1) -> Launched:
-        started.append(Launched(main, arguments, processes, tmp_path / f"launched-{len(started)}"))
+    def run(main: Callable, arguments: list, processes: int = 1, prepare: Callable = lambda: None) -> Launched:
+        started.append(Launched(main, arguments, processes, tmp_path / f"launched-{len(started)}", prepare))
         return started[-1]
 
     yield run
@@ -289,9 +298,11 @@ def launch_script(launch_main):
 def launch(tiny_config, launch_main):
     """`launch(output_dir, flag=value)` starts the unconditional script."""
 
-    def run(output_dir: Path, processes: int = 1, script=train_unconditional, **changes) -> Launched:
+    def run(
+        output_dir: Path, processes: int = 1, script=train_unconditional, prepare: Callable = lambda: None, **changes
+    ) -> Launched:
         settings = {"model_config_name_or_path": tiny_config, **SMALL, **changes}
-        return launch_main(script.main, make_flags(output_dir=output_dir, **settings), processes)
+        return launch_main(script.main, make_flags(output_dir=output_dir, **settings), processes, prepare)
 
     return run
 
