@@ -1,9 +1,9 @@
-# Everything happens in .venv, which is made when it is needed; all that the machine must have is Python and pip.
+# Everything runs in .venv, which is created when needed. The machine only needs Python and pip.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: install test lint format demo
+.PHONY: install test check lint format demo
 
 install: .venv/installed
 
@@ -12,16 +12,22 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
+# All tests: at most 8 minutes on two cores.
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
-# Two trainings and a page that compares them, in some seven minutes; QUICK=1 takes one.
+# Lint and the fast tests: two minutes.
+check: lint
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+# Two trainings and a page that compares them: about seven minutes, or one with QUICK=1.
 demo: install
 	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/wording.py
 
 format: install
 	$(BIN)/ruff check --fix .

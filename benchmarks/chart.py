@@ -1,4 +1,4 @@
-"""Curves over training steps, as SVG: the demo's page and the figure of the README are drawn by the same function."""
+"""Draw curves over training steps as SVG, for the demo page and the figure of the README."""
 
 import html
 import math
@@ -19,12 +19,15 @@ def chart(
     thin: dict[str, list[Curve]] | None = None,
 ) -> str:
     """
-    The inside of an `svg` with a view box of WIDTH x HEIGHT: the curves over each other, from step `first` on, with a
-    logarithmic scale. `name` is that of the values.
+    Return the content of an `svg` element with a view box of WIDTH x HEIGHT and a logarithmic value axis.
 
-    `curves` are by their classes in the style sheet, and so are `labels`, which stand at the curves' ends, in a margin
-    of width `right`, and `thin`, the curves behind the others, which have the class "thin", too. The style sheet has
-    the class "axis", and says what text looks like.
+    Args:
+        curves: curves by the class that styles them. The style sheet also styles `text` and the class "axis".
+        name: name of the values.
+        first: first step of the step axis.
+        right: width of the right margin, which holds the labels.
+        labels: text at the end of a curve, by class.
+        thin: more curves by class, drawn behind the others. They also have the class "thin".
     """
     lines = [(style, curve) for style, several in (thin or {}).items() for curve in several]
     lines = [(f"thin {style}", curve) for style, curve in lines] + list(curves.items())
@@ -59,8 +62,8 @@ def chart(
     if labels:
         ends = {style: y(math.log10(curves[style][-1][1])) for style in labels}
         for style, height in _apart(ends).items():
-            place = f'x="{WIDTH - right + 6}" y="{height + 4:.1f}"'
-            parts.append(f'<text class="{style}" {place}>{html.escape(labels[style])}</text>')
+            position = f'x="{WIDTH - right + 6}" y="{height + 4:.1f}"'
+            parts.append(f'<text class="{style}" {position}>{html.escape(labels[style])}</text>')
     return "".join(parts)
 
 
@@ -68,7 +71,7 @@ _DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """Between two positive values, as round as three of them can be; the two themselves where they are too near."""
+    """Return at least three round values between two positive numbers, or the two numbers if they are too close."""
     decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
     for digits in _DIGITS:
         values = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
@@ -78,13 +81,13 @@ def round_values(low: float, high: float) -> list[float]:
     return [low, high]
 
 
-_LINE = 15
+_LINE_HEIGHT = 15
 
 
 def _apart(heights: dict[str, float]) -> dict[str, float]:
-    """Moved upwards from the lowest one, as far as is needed for labels not to lie over each other."""
+    """Move labels up, starting with the lowest one, so that they do not overlap."""
     placed, limit = {}, HEIGHT
     for name, height in sorted(heights.items(), key=lambda item: -item[1]):
         placed[name] = min(height, limit)
-        limit = placed[name] - _LINE
+        limit = placed[name] - _LINE_HEIGHT
     return placed

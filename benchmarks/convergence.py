@@ -1,43 +1,47 @@
 """
-When is training with scaled skips faster, and by how much?
+When does training with scaled skips take fewer steps, and how many fewer?
 
     python benchmarks/convergence.py [--parts A C D E F] [--jobs 2] [--data /usr/share/datasets/fashion-mnist]
-    python benchmarks/convergence.py --quick      three methods, one seed, 1,000 steps: ten minutes on two cores
-    python benchmarks/convergence.py --report     only the tables and the figure, from the lines that are there
+    python benchmarks/convergence.py --quick      three methods, one seed, 1,000 steps
+    python benchmarks/convergence.py --report     only the tables and the figure, from the finished runs
 
 The protocol, fixed before the first run:
 
 - Fashion-MNIST, 28 x 28 pixels, from Debian's package dataset-fashion-mnist, a folder or the Hub.
-- `train_unconditional.py`: epsilon, linear betas, a U-ViT of 20 layers, width 64, 4 heads, patch 4, batches of 32,
-  AdamW with weight decay 0.03, warm-up of 100 steps and a constant rate, clipping at 1.0, 2,000 steps.
-- Every 50 steps: the loss of 512 test images with noise and timesteps that stay the same, of the averaged weights
-  (decay 0.995, reached by and by as the scripts do it) and of the raw ones. What is reported is that of the averaged
-  weights, and that of the raw ones beside it. The final loss is the mean of the last three.
-- A run diverges that can not go on, or whose final loss, of either weights, is above that of its first evaluation; a
-  plain model that does is nobody's target. (Added after the first twelve runs, of which one had fallen apart at a loss
-  of 1; "of either weights" after one fell apart so late that the averaged ones were still on their way.)
-- A target is reached at the first of three evaluations in a row that are all below it. The target is the final loss of
-  the plain model, which takes it all 2,000 steps. The result is 2,000 / the method's steps.
+- `train_unconditional.py`: epsilon prediction, linear betas, a U-ViT with 20 layers, width 64, 4 heads and patch size
+  4, batch size 32, AdamW with weight decay 0.03, 100 warm-up steps and then a constant learning rate, gradients
+  clipped at 1.0, 2,000 steps.
+- Every 50 steps: the loss of 512 test images with fixed noise and timesteps, for the EMA weights (maximum decay 0.995,
+  which ramps up as in the scripts) and for the raw weights. The headline numbers use the EMA weights; the tables also
+  show the raw weights. The final loss is the mean of the last three evaluations.
+- A run diverges if it stops early or if its final loss, in EMA or raw weights, is above its first evaluation. A plain
+  run that diverges sets no target. (Added after the first twelve runs, of which one had diverged to a loss of 1; "in
+  EMA or raw weights" after a run diverged so late that its EMA weights did not show it yet.)
+- A target is reached at the first of three consecutive evaluations below it. The target is the final loss of the plain
+  model after all 2,000 steps. The speed-up is 2,000 / the steps of the method.
 
 Parts:
 
-- A, tuned rates, which is the claim that counts: five rates, one seed, for all methods; then each method at its best
-  rate (of the lowest final loss) with seeds 0 to 2. The target is that of the plain model at its best rate with the
-  same seed; median and range over the seeds.
-- B, equal settings, the paper's protocol: the runs of A at equal rates; the target is that of the plain model there.
-- C, one thing changed at a time, at the best rates of A: 12 and 28 layers, batches of 16 and 64; and a small U-Net
-  (UNet2DModel, three levels of 16, 32 and 32 channels, attention in the last: 9 skips) at four rates of its own, one
-  seed. (Its widths and rates were settled after A, before its own first run.)
-- D, what of CS it is: a plain model whose `skip_proj`, which reads the skips, is initialised times k, is trained at a
-  rate times k, or both with all that makes it equal to CS but for clipping (benchmarks/without_factors.py).
-- E, batches of 64 with seeds 0 to 2, of the plain model and of the method that was furthest from it there. (Added once
-  that was known from C, to see whether it was the seed.)
-- F, the optimizer of U-ViT's CIFAR-10 model, as in the paper: betas of 0.99 and 0.999 and no clipping, all else as in
-  A, at four rates; then each method at its best one with seeds 0 to 2. (Added after A, where nothing was unstable, and
-  after a plain run and one of CS at 2e-3 that showed the plain one to swing with this optimizer.)
+- A, tuned learning rates, the claim that counts: five learning rates with one seed for each method; then each method
+  at its best learning rate (lowest final loss) with seeds 0 to 2. The target is the plain model at its own best
+  learning rate with the same seed. Reported are median and range over the seeds.
+- B, equal settings, the paper's protocol: the runs of A at equal learning rates. The target is the plain model at the
+  same learning rate.
+- C, one change at a time, at the best learning rates of A: 12 and 28 layers, batch sizes 16 and 64; and a small U-Net
+  (UNet2DModel, three levels with 16, 32 and 32 channels, attention in the last: 9 skips) at its own four learning
+  rates, one seed. (The widths and learning rates of the U-Net were chosen after A, before its first run.)
+- D, what makes CS differ: a plain model whose `skip_proj`, which reads the skips, starts with weights times k, trains
+  with its learning rate times k, or both with everything else that makes it equal to CS except for clipping
+  (benchmarks/without_factors.py).
+- E, batch size 64 with seeds 0 to 2, for the plain model and the method that differed most from it there. (Added after
+  C, to see whether the seed was the reason.)
+- F, the optimizer of U-ViT's CIFAR-10 model, as in the paper: betas 0.99 and 0.999 and no clipping, everything else as
+  in A, at four learning rates; then each method at its best learning rate with seeds 0 to 2. (Added after A, where no
+  run was unstable, and after two runs at 2e-3, plain and CS, which showed that the plain model is unstable with this
+  optimizer.)
 
-Each run is a process of one thread. Interrupted, the same command goes on. A finished run is a line of
-benchmarks/convergence.jsonl, and is not done again.
+Each run is a process with one thread. To resume after an interruption, run the same command again. Finished runs are
+lines of benchmarks/convergence.jsonl and are not repeated.
 """
 
 import argparse
@@ -50,38 +54,43 @@ import sys
 import time
 from pathlib import Path
 
-from convergence_report import draw_figure, tables, tables_of_quick
+from convergence_report import draw_figure, quick_table, tables
 from convergence_runs import AS_UVIT, METHODS, MODELS, SETTLED, SIZE, TRAINING, Results, Run, runs_of
-from measure import exit_when_told
+from measure import exit_on_signals
+
+from scalelong_diffusers.files import atomic_write
 
 
 PARTS = ("A", "C", "D", "E", "F")
-DEBIANS = "/usr/share/datasets/fashion-mnist"
+DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
 FIGURES = Path(__file__).parents[1] / "docs" / "images"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    of_a = "all by default; B is taken from the runs of A"
-    add("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; {of_a}")
-    names = ", ".join(f'"{name}"' for name in METHODS)
-    add("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME", help=f"of {names}")
-    add("--quick", action="store_true", help="a few runs, kept apart from the others")
     add(
-        "--report", action="store_true", help="do no run: print the tables and draw the figure of those that are there"
-    )
-    add("--jobs", type=int, default=os.cpu_count(), help="how many runs at a time (default: one for each core)")
-    add("--data", default=DEBIANS, help="a folder with Fashion-MNIST, or its id on the Hub (default %(default)s)")
-    add("--folder", type=Path, default=Path("runs/convergence"), help="of the runs (default %(default)s)")
+        "--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART",
+        help=f"parts to run, of {', '.join(PARTS)} (default: all; B reuses the runs of A)",
+    )  # fmt: skip
+    names = ", ".join(f'"{name}"' for name in METHODS)
+    add(
+        "--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME",
+        help=f"methods to run, of {names} (default: all)",
+    )  # fmt: skip
+    add("--quick", action="store_true", help="only a few short runs, stored separately")
+    add("--report", action="store_true", help="train nothing; print the tables and draw the figure of finished runs")
+    add("--jobs", type=int, default=os.cpu_count(), help="number of runs at a time (default: one per core)")
+    add("--data", default=DEBIAN_FOLDER, help="folder with Fashion-MNIST, or its Hub id (default: %(default)s)")
+    add("--folder", type=Path, default=Path("runs/convergence"), help="folder of the runs (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
-    exit_when_told()
+    exit_on_signals()
     try:
         compare(arguments)
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on")
+        sys.exit("interrupted; run the same command again to resume")
     except OSError as error:
         parser.error(str(error))
 
@@ -92,23 +101,25 @@ def compare(arguments: argparse.Namespace):
     results = Results(arguments.folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
     if not arguments.report:
         with results.locked():
-            team = Team(arguments.folder, data_flag(arguments.data, arguments.folder), results, arguments.jobs)
+            scheduler = Scheduler(
+                arguments.folder, data_flag(arguments.data, arguments.folder), results, arguments.jobs
+            )
             for part in ["quick"] if quick else arguments.parts:
-                # Twice: best rates are known only when all rates are done.
+                # Twice: the best learning rates are known only after the first pass.
                 for _ in range(2):
-                    team.do([run for run in runs_of(part, results) if run.method in arguments.methods])
-    print(tables_of_quick(results) if quick else tables(results))
+                    scheduler.run_all([run for run in runs_of(part, results) if run.method in arguments.methods])
+    print(quick_table(results) if quick else tables(results))
     if not quick:
         draw_figure(results, FIGURES)
 
 
 def data_flag(data: str, folder: Path) -> str:
-    """Debian's files are written anew as the parquet files that a script reads."""
+    """Return the data flag of the training script. Debian's idx files are converted to parquet first."""
     if not Path(data).is_dir():
         if Path(data).is_absolute():
             sys.exit(
-                f"there is no folder {data}: apt-get install dataset-fashion-mnist, or give --data another folder "
-                "with Fashion-MNIST or its id on the Hub"
+                f"folder {data} does not exist: run apt-get install dataset-fashion-mnist, or pass a folder with "
+                "Fashion-MNIST or its Hub id as --data"
             )
         return f"--dataset_name={data}"
     if not list(Path(data).glob("*-images-idx3-ubyte.gz")):
@@ -126,13 +137,12 @@ def data_flag(data: str, folder: Path) -> str:
             pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, SIZE, SIZE)
         columns = {"image": [Image.fromarray(image) for image in pixels]}
         table = datasets.Dataset.from_dict(columns, features=datasets.Features({"image": datasets.Image()}))
-        table.to_parquet(file.with_suffix(".partial"))
-        file.with_suffix(".partial").rename(file)
+        atomic_write(file, table.to_parquet, durable=False)
     return f"--train_data_dir={out}"
 
 
-class Team:
-    """Some runs at a time, each in a process of its own."""
+class Scheduler:
+    """Runs several trainings at a time, each in its own process."""
 
     def __init__(self, folder: Path, data: str, results: Results, jobs: int):
         self.folder = folder
@@ -144,7 +154,8 @@ class Team:
         for name, config in MODELS.items():
             self._config(name).write_text(json.dumps(config))
 
-    def do(self, runs: list[Run]):
+    def run_all(self, runs: list[Run]):
+        """Train all runs without results and add their results."""
         waiting = [run for run in dict.fromkeys(runs) if run not in self.results]
         started = {}
         try:
@@ -157,9 +168,9 @@ class Team:
                 for run in [run for run, process in self.processes.items() if process.poll() is not None]:
                     self._collect(run, self.processes.pop(run))
                     self.durations.append(time.monotonic() - started[run])
-                    self._say(run, len(waiting))
+                    self._report(run, len(waiting))
         except BaseException:
-            # Each saves a checkpoint, and is gone on with by the same command.
+            # Each run saves a checkpoint, and the same command resumes it.
             for process in self.processes.values():
                 process.terminate()
             for process in self.processes.values():
@@ -184,30 +195,30 @@ class Team:
         script = ["-m", "scalelong_diffusers.train.train_unconditional"]
         if run.of_cs is not None:
             script = [str(Path(__file__).with_name("without_factors.py")), f"--of_cs={run.of_cs}"]
-        with open(self._errors(run), "w") as errors:
+        with open(self._error_log(run), "w") as errors:
             return subprocess.Popen(
                 [sys.executable, *script, *words],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                start_new_session=True,  # an interrupt is for the benchmark, which ends it
+                start_new_session=True,  # Ctrl-C reaches only the benchmark, which stops its runs
             )
 
     def _config(self, model: str) -> Path:
         return self.folder / f"{model}.json"
 
-    def _errors(self, run: Run) -> Path:
+    def _error_log(self, run: Run) -> Path:
         return self.folder / f"{run.name}.log"
 
     def _collect(self, run: Run, process: subprocess.Popen):
-        said = self._errors(run).read_text().strip().splitlines() or ["it said nothing"]
-        stopped = said[-1] if process.returncode else None
-        if stopped is not None and "not finite" not in stopped:
-            sys.exit(f"{run.name} ended with {process.returncode}: {stopped}")
+        messages = self._error_log(run).read_text().strip().splitlines() or ["no error message"]
+        stopped = messages[-1] if process.returncode else None
+        if stopped is not None and "finite" not in stopped:
+            sys.exit(f"{run.name} exited with code {process.returncode}: {stopped}")
         lines = [json.loads(line) for line in (self.folder / run.name / "metrics.jsonl").read_text().splitlines()]
         steps = [line["step"] for line in lines]
         if steps != sorted(set(steps)):
-            sys.exit(f"{self.folder / run.name} was written by two processes at once: delete it, and start again")
+            sys.exit(f"{self.folder / run.name} was written by two processes: delete it and run the benchmark again")
         evaluated = [line for line in lines if "validation_loss" in line]
         norms = [line["grad_norm"] for line in lines if line["step"] > SETTLED and line["grad_norm"] is not None]
         self.results.add(
@@ -223,16 +234,16 @@ class Team:
             },
         )
 
-    def _say(self, run: Run, waiting: int):
+    def _report(self, run: Run, waiting: int):
         seconds = statistics.median(self.durations) * (waiting / self.jobs + 1) if waiting else 0
         print(
-            f"{run.name}: loss {self.results.final_loss(run):.4f}; {waiting} more, about {seconds / 60:.0f} minutes",
+            f"{run.name}: loss {self.results.final_loss(run):.4f}; {waiting} runs left, {seconds / 60:.0f} minutes",
             flush=True,
         )
 
 
 def _rounded(loss: float | None) -> float | None:
-    """None is a loss that was not finite."""
+    """Round a loss. None means that it was not finite."""
     return None if loss is None else round(loss, 5)
 
 

@@ -1,4 +1,4 @@
-"""The runs of the convergence benchmark, what was measured of those that are finished, and which rate was best."""
+"""The runs of the convergence benchmark, the results of finished runs, and the best learning rate of each method."""
 
 import fcntl
 import json
@@ -14,26 +14,26 @@ from typing import Any
 from measure import machine
 
 
-# What each is called, and its flags.
+# Method names, as stored in the result lines, and their flags.
 METHODS = {
     "none": ("--skip_scaling=none",),
     "cs 0.9": ("--skip_scaling=cs", "--kappa=0.9"),
-    "ls per skip": ("--skip_scaling=ls", "--no-skip_scaling_shared"),
+    "ls per skip": ("--skip_scaling=ls", "--no-skip_scaling_shared", "--skip_scaling_init=paper"),
     "inv_sqrt2": ("--skip_scaling=inv_sqrt2",),
     "cs 0.7": ("--skip_scaling=cs", "--kappa=0.7"),
-    "ls shared": ("--skip_scaling=ls", "--skip_scaling_shared"),
+    "ls shared": ("--skip_scaling=ls", "--skip_scaling_shared", "--skip_scaling_init=paper"),
     "ls per skip, identity": ("--skip_scaling=ls", "--no-skip_scaling_shared", "--skip_scaling_init=identity"),
 }
 UVIT_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 UNET_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-# In part F.
+# Part F.
 AS_UVIT = {"adam_beta1": 0.99, "adam_beta2": 0.999, "max_grad_norm": 0}
 AS_UVIT_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)
 STEPS, QUICK_STEPS = 2_000, 1_000
 QUICK_METHODS = ("none", "cs 0.9", "ls per skip")
 QUICK_RATE = 1e-3
-# In part C, with batches of 64.
+# The two methods that differed most in part C with batch size 64.
 FURTHEST_APART = ("none", "ls per skip, identity")
 SIZE = 28
 _IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
@@ -67,13 +67,13 @@ TRAINING = {
     "checkpointing_steps": 500,
     "checkpoints_total_limit": 1,
 }
-# Gradients are looked at once the steep part is over.
+# Gradient norms are reported after this step, when the steep part of the loss curve is over.
 SETTLED = 500
 
 
 @dataclass(frozen=True)
 class Run:
-    """`of_cs` is of part D: what stands for the factors. `as_uvit` is of part F: by the optimizer of U-ViT."""
+    """One training run. `of_cs` is the part of CS in part D, `as_uvit` means U-ViT's optimizer (part F)."""
 
     method: str
     learning_rate: float
@@ -93,14 +93,14 @@ class Run:
 
 
 class Results:
-    """The lines of finished runs."""
+    """The results of finished runs: a file with one JSON line per run."""
 
     def __init__(self, file: Path):
         self.file = file
         self._read()
 
     def _read(self) -> int:
-        """Returns how many bytes are whole lines: after them is one that was cut off, if anything."""
+        """Read all complete lines and return their size in bytes; a truncated line may follow."""
         content = self.file.read_bytes() if self.file.exists() else b""
         size = content.rfind(b"\n") + 1
         self.lines = {Run(**line["run"]): line for line in map(json.loads, content[:size].splitlines())}
@@ -108,18 +108,19 @@ class Results:
 
     @contextmanager
     def locked(self):
-        """Nobody else adds lines inside; who wants to is told, and ends."""
+        """Lock the file against other processes, or exit if one holds it."""
         with open(self.file, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                sys.exit(f"another process adds its runs to {self.file}: wait for it")
-            self._read()  # what it has added until it ended
+                sys.exit(f"another process is adding runs to {self.file}: wait until it has finished")
+            self._read()  # lines that the other process added before it ended
             yield
 
-    def add(self, run: Run, figures: dict[str, Any]):
-        line = {"run": asdict(run), **figures, "machine": {**machine(), "threads": 1}}  # of a run
-        size = self._read()  # anew: git may have brought other lines in the hours since
+    def add(self, run: Run, measurements: dict[str, Any]):
+        """Append the line of a run."""
+        line = {"run": asdict(run), **measurements, "machine": {**machine(), "threads": 1}}
+        size = self._read()  # again, since git may have changed the file during the run
         with open(self.file, "ab") as file:
             file.truncate(size)
             file.write(json.dumps(line).encode() + b"\n")
@@ -129,23 +130,23 @@ class Results:
         return run in self.lines
 
     def diverged(self, run: Run) -> bool:
-        """Whether the run stopped or ended worse than it began. Averaged weights show it later than raw ones."""
+        """Return whether the run stopped early or ended worse than it began, in EMA or raw weights."""
         if self.lines[run]["stopped"] is not None:
             return True
         curves = (self.evaluations(run, raw) for raw in (False, True))
-        return not all(_end_of(curve) <= curve[0][1] for curve in curves)
+        return not all(_mean_of_last(curve) <= curve[0][1] for curve in curves)
 
     def evaluations(self, run: Run, raw: bool = False) -> list[tuple[int, float]]:
-        """Steps and losses; one that was not finite is infinite."""
+        """Return (step, loss) pairs. A non-finite loss is infinite."""
         lines = self.lines[run]["evaluations"]
         return [(step, math.inf if losses[raw] is None else losses[raw]) for step, *losses in lines]
 
     def final_loss(self, run: Run, raw: bool = False) -> float:
-        """Infinite for a run that diverged."""
-        return math.inf if self.diverged(run) else _end_of(self.evaluations(run, raw))
+        """Return the final loss, or infinity if the run diverged."""
+        return math.inf if self.diverged(run) else _mean_of_last(self.evaluations(run, raw))
 
     def steps_to(self, target: float, run: Run, raw: bool = False) -> int | None:
-        """The first of three evaluations in a row that are all below the target."""
+        """Return the step of the first of three consecutive evaluations below the target."""
         curve = self.evaluations(run, raw)
         for three in zip(curve, curve[1:], curve[2:]):
             if all(loss < target for _, loss in three):
@@ -153,31 +154,35 @@ class Results:
         return None
 
     def best_rate(self, method: str, model: str = "uvit-20", as_uvit: bool = False) -> float | None:
-        """That of the lowest final loss; None before all rates are there."""
-        runs = rates_of(method, model, as_uvit)
+        """Return the learning rate with the lowest final loss, or None until all learning rates have finished."""
+        runs = learning_rate_runs(method, model, as_uvit)
         if not all(run in self for run in runs):
             return None
         return min(runs, key=self.final_loss).learning_rate
 
 
-def _end_of(curve: list[tuple[int, float]]) -> float:
+def _mean_of_last(curve: list[tuple[int, float]]) -> float:
     return statistics.mean(loss for _, loss in curve[-3:])
 
 
 def quick_run(method: str) -> Run:
+    """Return the run of a method with `--quick`."""
     return Run(method, QUICK_RATE, steps=QUICK_STEPS)
 
 
-def rates_of(method: str, model: str = "uvit-20", as_uvit: bool = False) -> list[Run]:
+def learning_rate_runs(method: str, model: str = "uvit-20", as_uvit: bool = False) -> list[Run]:
+    """Return the runs that tune the learning rate of a method."""
     rates = UNET_RATES if model == "unet" else AS_UVIT_RATES if as_uvit else UVIT_RATES
     return [Run(method, rate, model=model, as_uvit=as_uvit) for rate in rates]
 
 
-def seeds_of(method: str, rate: float, **others) -> list[Run]:
+def seed_runs(method: str, rate: float, **others) -> list[Run]:
+    """Return the runs of a method with all seeds."""
     return [Run(method, rate, seed, **others) for seed in SEEDS]
 
 
-def variations_of(method: str, rate: float) -> dict[str, Run]:
+def variation_runs(method: str, rate: float) -> dict[str, Run]:
+    """Return the runs of part C that change one thing at a time."""
     return {
         "12 layers": Run(method, rate, model="uvit-12"),
         "28 layers": Run(method, rate, model="uvit-28"),
@@ -186,31 +191,32 @@ def variations_of(method: str, rate: float) -> dict[str, Run]:
     }
 
 
-def without_factors_of(rate: float) -> dict[str, Run]:
+def cs_equivalent_runs(rate: float) -> dict[str, Run]:
+    """Return the runs of part D: plain models with parts of CS."""
     return {of_cs: Run("cs 0.9", rate, of_cs=of_cs) for of_cs in ("init", "rate", "both")}
 
 
 def runs_of(part: str, results: Results) -> Iterable[Run]:
-    """What is to be run, where the best rates that it rests on are known."""
+    """Yield the runs of a part whose best learning rates are known."""
     if part == "quick":
         yield from map(quick_run, QUICK_METHODS)
         return
     best = {method: results.best_rate(method) for method in METHODS}
     known = {method: rate for method, rate in best.items() if rate is not None}
     if part == "A":
-        yield from (run for method in METHODS for run in rates_of(method))
-        yield from (run for method, rate in known.items() for run in seeds_of(method, rate))
+        yield from (run for method in METHODS for run in learning_rate_runs(method))
+        yield from (run for method, rate in known.items() for run in seed_runs(method, rate))
     elif part == "C":
-        yield from (run for method in METHODS for run in rates_of(method, "unet"))
-        yield from (run for method, rate in known.items() for run in variations_of(method, rate).values())
+        yield from (run for method in METHODS for run in learning_rate_runs(method, "unet"))
+        yield from (run for method, rate in known.items() for run in variation_runs(method, rate).values())
     elif part == "E":
         for method in filter(known.get, FURTHEST_APART):
-            yield from seeds_of(method, known[method], batch_size=64)
+            yield from seed_runs(method, known[method], batch_size=64)
     elif part == "D" and "cs 0.9" in known:
-        yield from without_factors_of(known["cs 0.9"]).values()
+        yield from cs_equivalent_runs(known["cs 0.9"]).values()
     elif part == "F":
-        yield from (run for method in METHODS for run in rates_of(method, as_uvit=True))
+        yield from (run for method in METHODS for run in learning_rate_runs(method, as_uvit=True))
         for method in METHODS:
             rate = results.best_rate(method, as_uvit=True)
             if rate is not None:
-                yield from seeds_of(method, rate, as_uvit=True)
+                yield from seed_runs(method, rate, as_uvit=True)

@@ -1,10 +1,10 @@
 """
-`make demo`: the same small, deep U-ViT trained twice, with and without skip scaling, and a page that compares them.
+Train the same small, deep U-ViT with and without skip scaling, and write a page that compares the runs (`make demo`).
 
     python benchmarks/demo.py [--quick | --steps N] [--folder runs/demo]
 
-Everything is fixed here, before the first run: both runs have the same seed, data, rate and number of steps, and
-differ in `--skip_scaling` alone. Interrupted, the same command goes on.
+All settings are fixed in this file. Both runs have the same seed, data, learning rate and number of steps and differ
+only in `--skip_scaling`. To resume after an interruption, run the same command again.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo_page import Run, page_of
-from measure import exit_when_told, machine
+from demo_page import Run, build_page
+from measure import exit_on_signals, machine
 from PIL import Image
 
 from scalelong_diffusers import UViTModel, load_pipeline, skip_connections
@@ -30,7 +30,7 @@ TRAINING = {
     "seed": 0,
     "resolution": 16,
     "train_batch_size": 32,
-    # What learns to draw soonest: the clean image is predicted, its loss weighted by the SNR.
+    # This learns to draw fastest: predict the clean image and weight the loss by the SNR.
     "prediction_type": "sample",
     "snr_gamma": 1,
     "ddpm_beta_schedule": "squaredcos_cap_v2",
@@ -43,18 +43,25 @@ TRAINING = {
     "logging_steps": 10,
 }
 STEPS, QUICK_STEPS = 3000, 300
-# What differs, and what the page calls it.
+# The difference between the runs, and their labels on the page.
 RUNS = {"none": "without scaling", "cs": "with CS"}
 SAMPLES = 4 * len(SHAPE_CLASSES)
 SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batch_size": 30}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the flags and choose the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_const", dest="steps", const=QUICK_STEPS, help=f"{QUICK_STEPS} steps")
-    length.add_argument("--steps", type=int, help=f"of each training, 10 or more (default {STEPS})")
-    parser.add_argument("--folder", type=Path, help="runs/demo by default, and runs/demo-N for N steps")
+    length.add_argument(
+        "--quick",
+        action="store_const",
+        dest="steps",
+        const=QUICK_STEPS,
+        help=f"train {QUICK_STEPS} steps, only to see that it works",
+    )
+    length.add_argument("--steps", type=int, help=f"steps of each run, at least 10 (default: {STEPS})")
+    parser.add_argument("--folder", type=Path, help="output folder (default: runs/demo, or runs/demo-N for N steps)")
     parser.set_defaults(steps=STEPS)
     arguments = parser.parse_args(argv)
     if arguments.steps < TRAINING["logging_steps"]:
@@ -66,105 +73,107 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main():
     arguments = parse_args()
-    exit_when_told()
+    exit_on_signals()
     folder = arguments.folder.resolve()
     steps = arguments.steps
     try:
         folder.mkdir(parents=True, exist_ok=True)
         runs = [make_run(folder / method, method, label, steps) for method, label in RUNS.items()]
     except KeyboardInterrupt:
-        print("demo: interrupted; the same command goes on", file=sys.stderr)
+        print("demo: interrupted; run the same command again to resume", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except FileExistsError:
-        sys.exit(f"demo: {folder} is a file: give another --folder")
-    settings = {"model": f"UViTModel({_words(MODEL)})", "max_train_steps": steps, **TRAINING}
-    settings |= {"sampling": _words(SAMPLING), "images measured": SAMPLES}
+        sys.exit(f"demo: {folder} is a file: pass another --folder")
+    settings = {"model": f"UViTModel({_joined(MODEL)})", "max_train_steps": steps, **TRAINING}
+    settings |= {"sampling": _joined(SAMPLING), "evaluated images": SAMPLES}
     page = folder / "index.html"
-    page.write_text(page_of(runs, settings, machine(), steps_of_whole_demo=STEPS), encoding="utf-8")
+    page.write_text(build_page(runs, settings, machine(), full_steps=STEPS), encoding="utf-8")
     print(f"open {page.as_uri()}")
 
 
 def make_run(folder: Path, method: str, label: str, steps: int) -> Run:
+    """Train and sample one of the two models."""
     train(folder, method, label, steps)
     images = folder / "images"
-    say(f"sampling the model {label}")
+    report(f"sampling the model {label}")
     sampling = [f"--{name}={value}" for name, value in SAMPLING.items()]
     call("scalelong_diffusers.cli", "sample", folder, "--out", images, "-n", SAMPLES, *sampling)
-    drawn = [(SHAPE_CLASSES[k % len(SHAPE_CLASSES)], images / f"{k:06d}.png") for k in range(SAMPLES)]
+    samples = [(SHAPE_CLASSES[k % len(SHAPE_CLASSES)], images / f"{k:06d}.png") for k in range(SAMPLES)]
     return Run(
         label=label,
         metrics=[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
         skips=skip_connections(load_pipeline(folder)),
-        images=[(asked, file.read_bytes(), read(file)) for asked, file in drawn],
+        images=[(wanted, file.read_bytes(), recognize_class(file)) for wanted, file in samples],
     )
 
 
 def train(folder: Path, method: str, label: str, steps: int):
-    """Train, go on where it was interrupted, or leave a run that is finished as it is."""
+    """Train a model, resume its interrupted run, or keep its finished run."""
     settings = {
         **TRAINING,
         "max_train_steps": steps,
         "validation_steps": max(10, steps // 20),
         "checkpointing_steps": max(1, steps // 4),
     }
-    if (folder / "model_index.json").exists() and _settings_of(folder).items() >= settings.items():
+    has_same_settings = _read_settings(folder).items() >= settings.items()
+    if has_same_settings and (folder / "model_index.json").exists():
         return
-    is_same_run = _settings_of(folder).items() >= settings.items() and any(folder.glob("checkpoint-*"))
-    if folder.exists() and not is_same_run:
-        if any(folder.iterdir()) and not _ended_before_its_first_checkpoint(folder):
-            sys.exit(f"demo: {folder} holds something else: give another --folder, or delete it")
+    if folder.exists() and not (has_same_settings and any(folder.glob("checkpoint-*"))):
+        if any(folder.iterdir()) and not _has_run_without_checkpoint(folder):
+            sys.exit(f"demo: {folder} contains other files: pass another --folder, or delete it")
         shutil.rmtree(folder)
     config = folder.parent / "model.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     UViTModel(**MODEL, num_class_embeds=len(SHAPE_CLASSES) + 1).to_json_file(config)
-    say(f"training the model {label}")
+    report(f"training the model {label}")
     flags = {"output_dir": folder, "model_config_name_or_path": config, "skip_scaling": method, "sample_steps": 0}
-    words = [f"--{name}={value}" for name, value in {**settings, **flags}.items()]
+    arguments = [f"--{name}={value}" for name, value in {**settings, **flags}.items()]
     if folder.exists():
-        words.append("--resume_from_checkpoint=latest")
-    call("scalelong_diffusers.train.train_class_conditional", *words, "--checkpoints_total_limit=1")
+        arguments.append("--resume_from_checkpoint=latest")
+    call("scalelong_diffusers.train.train_class_conditional", *arguments, "--checkpoints_total_limit=1")
 
 
-def read(file: Path) -> str:
-    """What an image shows, from its pixels."""
+def recognize_class(file: Path) -> str:
+    """Return the class that an image shows, judged by its pixels."""
     with Image.open(file) as image:
         found = recognize(image.convert("RGB"))
     if found is None:
         return "nothing"
-    colour, shape = found
-    return f"{colour} {shape or 'something'}"
+    color, shape = found
+    return f"{color} {shape or 'something'}"
 
 
-def call(module: str, *words: Any):
-    """Run a command of the package; its progress is shown, what it prints beside is not."""
-    command = [sys.executable, "-m", module, *map(str, words)]
-    # Ctrl-C is for the demo, which ends it: also while it still imports, when Python would show where.
+def call(module: str, *arguments: Any):
+    """Run a command of the package and show its progress bar, but not its other output."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    # Ctrl-C reaches only the demo, which stops the command. During imports Python would print a traceback.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         code = process.wait()
     except BaseException:
-        process.terminate()  # and it saves what it has
+        process.terminate()  # it saves a checkpoint
         process.wait()
         raise
     if code:
         sys.exit(code)
 
 
-def say(what: str):
-    print(what, flush=True)
+def report(message: str):
+    """Print a line right away."""
+    print(message, flush=True)
 
 
-def _ended_before_its_first_checkpoint(folder: Path) -> bool:
+def _has_run_without_checkpoint(folder: Path) -> bool:
     saved = [*folder.glob("checkpoint-*"), *folder.glob("model_index.json")]
-    return bool(_settings_of(folder)) and not saved
+    return bool(_read_settings(folder)) and not saved
 
 
-def _settings_of(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     file = folder / "settings.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _words(settings: dict[str, Any]) -> str:
+def _joined(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 

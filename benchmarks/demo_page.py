@@ -1,4 +1,4 @@
-"""The page of `make demo`: one file without anything to fetch, for a phone or a printer, light or dark."""
+"""Build the page of `make demo`: one file that loads nothing else, for screens, phones and printers, light or dark."""
 
 import base64
 import html
@@ -18,10 +18,10 @@ class Run:
     One of the two runs.
 
     Args:
-        label: what the page calls it.
-        metrics: the lines of its log.
-        skips: its long skips with their factors.
-        images: what was asked for, the PNG, and what was read from its pixels.
+        label: name on the page.
+        metrics: lines of `metrics.jsonl`.
+        skips: long skips with their factors.
+        images: wanted class, PNG, and class recognized in the pixels.
     """
 
     label: str
@@ -62,19 +62,21 @@ svg text { fill: var(--soft); font-size: 12px; } .axis { stroke: var(--line); }
 """
 
 
-def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any], steps_of_whole_demo: int) -> str:
+def build_page(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any], full_steps: int) -> str:
+    """Return the page as HTML."""
     steps = settings["max_train_steps"]
     losses = [_curve(run, "validation_loss") for run in runs]
     norms = [_curve(run, "grad_norm") for run in runs]
     kappa = runs[1].skips.config.kappa
     sections = [
-        _section("What was measured", _results(runs)),
+        _section("Results", f"<p>{_verdict(runs)}</p>", _results(runs)),
         _section("Validation loss", _key(runs), _chart("Validation loss", runs, losses)),
-        _section("Norm of the gradients", _key(runs), _chart("Gradient norm", runs, norms)),
+        _section("Gradient norm", _key(runs), _chart("Gradient norm", runs, norms)),
         _section("Samples", _SAMPLES_NOTE, f'<div class="pair">{"".join(map(_image_table, runs))}</div>'),
         _section("The long skips", f'<div class="pair">{"".join(map(_skip_table, runs))}</div>'),
-        _section("Load it", "<p>In the folder of this page:</p>", _code(_LOADING)),
-        _section("Settings", "<p>Fixed before the first run, and the same for both.</p>", _table(settings)),
+        _section("Load the models", "<p>Run this in the folder of this page:</p>", _code(_LOADING)),
+        _section("Next", _NEXT),
+        _section("Settings", "<p>Fixed before the first run, and the same for both runs.</p>", _table(settings)),
         _section("Hardware and versions", _table(machine)),
     ]
     return "\n".join(
@@ -84,10 +86,10 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any], 
             '<link rel="icon" href="data:,">',
             f"<title>ScaleLong demo</title><style>{_STYLE}</style></head><body><main>",
             "<h1>The same U-ViT, trained with and without scaled skips</h1>",
-            "<p>A small, deep model learns to draw coloured shapes. Both runs see the same images, noise and steps; "
-            f"all that differs is whether the i-th long skip is multiplied by {kappa:g}^(i-1). It is one seed at one "
-            "rate, and at another rate the difference can be another.</p>",
-            _SHORT.format(steps=steps, whole=steps_of_whole_demo) if steps < steps_of_whole_demo else "",
+            "<p>A small, deep model learns to draw colored shapes. Both runs see the same images, noise and steps; "
+            f"they differ only in whether the i-th long skip is multiplied by {kappa:g}^(i-1). This is one seed at "
+            "one learning rate; with others the difference can be larger, smaller or reversed.</p>",
+            _SHORT.format(steps=steps, full=full_steps) if steps < full_steps else "",
             *sections,
             "</main></body></html>\n",
         ]
@@ -95,11 +97,11 @@ def page_of(runs: list[Run], settings: dict[str, Any], machine: dict[str, Any], 
 
 
 _SHORT = (
-    "<p><strong>This is a trial of {steps:,} steps, too short to judge by: the models have not learned to draw, and "
-    "the differences may be chance.</strong> <code>make demo</code> takes {whole:,} steps.</p>"
+    "<p><strong>This trial has only {steps:,} steps: the models have not learned to draw, and the differences may be "
+    "chance.</strong> <code>make demo</code> trains {full:,} steps.</p>"
 )
 _SAMPLES_NOTE = (
-    "<p>Each was asked for by its colour and shape, from the same noise in both runs. A frame marks those whose "
+    "<p>Each image was sampled for a color and a shape, from the same noise in both runs. A frame marks images whose "
     "pixels show something else.</p>"
 )
 _LOADING = """\
@@ -108,6 +110,12 @@ from scalelong_diffusers import load_pipeline
 pipe = load_pipeline("cs")  # or "none"
 images = pipe(["red circle", "blue star"], guidance_scale=2, num_inference_steps=25).images
 images[0].save("image.png")"""
+
+
+_NEXT = (
+    "<p>docs/train_on_your_images.md trains on your own images. docs/which_method.md compares seven methods over "
+    "142 runs; gates that start at 1 (<code>--skip_scaling ls</code>) did best there.</p>"
+)
 
 
 def _section(title: str, *parts: str) -> str:
@@ -122,21 +130,36 @@ def _curve(run: Run, name: str) -> Curve:
     return [(line["step"], line[name]) for line in run.metrics if line.get(name) is not None]
 
 
+def _verdict(runs: list[Run]) -> str:
+    """Say which run ended with the lower loss and which made more correct images."""
+    losses = [_final(run, "validation_loss") for run in runs]
+    correct = [_count_correct(run, slice(None)) for run in runs]
+    labels = [html.escape(run.label) for run in runs]
+    if None in losses:
+        return f"The model {labels[losses.index(None)]} diverged."
+    lower = losses.index(min(losses))
+    return (
+        f"The model {labels[lower]} ended with the lower validation loss: {losses[lower]:.4f} against "
+        f"{losses[1 - lower]:.4f}. Of {len(runs[0].images)} images, {correct[0]} are correct {labels[0]} and "
+        f"{correct[1]} {labels[1]}."
+    )
+
+
 def _results(runs: list[Run]) -> str:
     rows = {
-        "validation loss at the end, averaged weights": lambda run: _final(run, "validation_loss"),
-        "the same, raw weights": lambda run: _final(run, "validation_loss_raw"),
+        "final validation loss, EMA weights": lambda run: _format_loss(_final(run, "validation_loss")),
+        "final validation loss, raw weights": lambda run: _format_loss(_final(run, "validation_loss_raw")),
         "gradient norm, mean of the second half": lambda run: f"{statistics.mean(_second_half(run)):.3f}",
-        "gradient norm, largest of the second half": lambda run: f"{max(_second_half(run)):.3f}",
-        f"images of the right colour (of {len(COLORS)})": lambda run: _right(run, slice(0, 1)),
-        f"images of the right shape (of {len(SHAPES)})": lambda run: _right(run, slice(1, 2)),
-        "images right in both": lambda run: _right(run, slice(None)),
-        "images trained on per second": lambda run: f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}",
+        "gradient norm, maximum of the second half": lambda run: f"{max(_second_half(run)):.3f}",
+        f"images with the right color (of {len(COLORS)})": lambda run: _fraction_correct(run, slice(0, 1)),
+        f"images with the right shape (of {len(SHAPES)})": lambda run: _fraction_correct(run, slice(1, 2)),
+        "images with both right": lambda run: _fraction_correct(run, slice(None)),
+        "training images per second": lambda run: f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}",
     }
     heads = "".join(f'<th scope="col">{html.escape(run.label)}</th>' for run in runs)
     lines = [
-        f'<tr><th scope="row">{name}</th>{"".join(f"<td class=number>{figure(run)}</td>" for run in runs)}</tr>'
-        for name, figure in rows.items()
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td class=number>{cell(run)}</td>" for run in runs)}</tr>'
+        for name, cell in rows.items()
     ]
     return _scrolling(f"<thead><tr><td></td>{heads}</tr></thead>{''.join(lines)}")
 
@@ -144,9 +167,12 @@ def _results(runs: list[Run]) -> str:
 _SPEED = "images_per_second"
 
 
-def _final(run: Run, name: str) -> str:
-    value = [line[name] for line in run.metrics if name in line][-1]
-    return "not finite" if value is None else f"{value:.4f}"
+def _final(run: Run, name: str) -> float | None:
+    return [line[name] for line in run.metrics if name in line][-1]
+
+
+def _format_loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def _second_half(run: Run) -> list[float]:
@@ -154,10 +180,13 @@ def _second_half(run: Run) -> list[float]:
     return [norm for _, norm in curve[len(curve) // 2 :]]
 
 
-def _right(run: Run, words: slice) -> str:
-    """How many images show what was asked for, in its colour (the first word), its shape (the second) or both."""
-    right = sum(asked.split()[words] == shown.split()[words] for asked, _, shown in run.images)
-    return f"{right} of {len(run.images)}"
+def _count_correct(run: Run, words: slice) -> int:
+    """Count images whose color (first word of the class), shape (second word) or both are as wanted."""
+    return sum(wanted.split()[words] == shown.split()[words] for wanted, _, shown in run.images)
+
+
+def _fraction_correct(run: Run, words: slice) -> str:
+    return f"{_count_correct(run, words)} of {len(run.images)}"
 
 
 def _key(runs: list[Run]) -> str:
@@ -176,22 +205,22 @@ def _chart(name: str, runs: list[Run], curves: list[Curve]) -> str:
 
 
 def _image_table(run: Run) -> str:
-    """The first image of each class: a row for each shape, a column for each colour."""
-    images = {asked: (png, shown) for asked, png, shown in reversed(run.images)}
-    heads = "".join(f'<th scope="col">{colour}</th>' for colour in COLORS)
+    """Return a table with the first image of each class: a row per shape, a column per color."""
+    images = {wanted: (png, shown) for wanted, png, shown in reversed(run.images)}
+    heads = "".join(f'<th scope="col">{color}</th>' for color in COLORS)
     rows = []
     for shape in SHAPES:
-        cells = "".join(f"<td>{_image(f'{colour} {shape}', *images[f'{colour} {shape}'])}</td>" for colour in COLORS)
+        cells = "".join(f"<td>{_image(f'{color} {shape}', *images[f'{color} {shape}'])}</td>" for color in COLORS)
         rows.append(f'<tr><th scope="row">{shape}</th>{cells}</tr>')
     title = html.escape(run.label)
     body = f"<thead><tr><td></td>{heads}</tr></thead>{''.join(rows)}"
     return f'<div><h3>{title}</h3><table class="images">{body}</table></div>'
 
 
-def _image(asked: str, png: bytes, shown: str) -> str:
+def _image(wanted: str, png: bytes, shown: str) -> str:
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    wrong = "" if shown == asked else ' class="wrong"'
-    return f'<img{wrong} src="{source}" alt="asked for {asked}, shows {shown}" width="16" height="16">'
+    wrong = "" if shown == wanted else ' class="wrong"'
+    return f'<img{wrong} src="{source}" alt="wanted {wanted}, shows {shown}" width="16" height="16">'
 
 
 def _skip_table(run: Run) -> str:
@@ -214,5 +243,5 @@ def _table(entries: dict[str, Any]) -> str:
 
 
 def _scrolling(table: str) -> str:
-    """What is too wide for a phone moves alone, also by the keyboard."""
+    """Wrap a table so that it scrolls on its own, also by keyboard, if it is too wide for a phone."""
     return f'<div class="scroll" tabindex="0"><table>{table}</table></div>'

@@ -1,5 +1,5 @@
 """
-What `import scalelong_diffusers` costs against importing diffusers' U-Net, in fresh processes, interleaved.
+Compare `import scalelong_diffusers` with importing diffusers' U-Net, in fresh interleaved processes.
 
     python benchmarks/import_time.py [--rounds 15] [--json]
 """
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 
-from measure import enough_rounds, machine, paired_ratio, paired_times
+from measure import machine, paired_ratio, paired_times, round_count
 
 
 LIMIT = 1.15
@@ -22,8 +22,8 @@ IMPORTS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=enough_rounds, default=15)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=round_count, default=15, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     functions = {
         name: lambda code=code: subprocess.run([sys.executable, "-c", code], check=True)
@@ -35,8 +35,8 @@ def main():
         print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "ratios": ratios}))
         return
     for name, ratio in ratios.items():
-        figures = "{ratio:.3f} [{low:.3f}, {high:.3f}]".format(**ratio)
-        print(f"{name:<22} {figures} of diffusers, {'ok' if ratio['low'] <= LIMIT else f'above {LIMIT}'}")
+        time = "{ratio:.3f} [{low:.3f}, {high:.3f}]".format(**ratio)
+        print(f"{name:<22} {time} times diffusers, {'ok' if ratio['low'] <= LIMIT else f'above {LIMIT}'}")
 
 
 if __name__ == "__main__":

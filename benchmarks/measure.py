@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing with confidence intervals, counted memory, the machine, an end."""
+"""Shared parts of the benchmarks: interleaved timing with confidence intervals, memory, machine, signals."""
 
 import argparse
 import math
@@ -14,26 +14,26 @@ from collections.abc import Callable
 import torch
 
 
-# With fewer the least and the largest ratio are no interval of 95 %.
-_FEWEST_ROUNDS = 6
+# With fewer rounds not even the smallest and largest ratio form a 95 % interval.
+_MIN_ROUNDS = 6
 
 
-def enough_rounds(text: str) -> int:
-    """The type of --rounds, for argparse."""
-    if not text.isdecimal() or int(text) < _FEWEST_ROUNDS:
-        raise argparse.ArgumentTypeError(f"an interval of 95 % needs at least {_FEWEST_ROUNDS} rounds, got {text}")
+def round_count(text: str) -> int:
+    """Parse the value of `--rounds`."""
+    if not text.isdecimal() or int(text) < _MIN_ROUNDS:
+        raise argparse.ArgumentTypeError(f"must be at least {_MIN_ROUNDS} for a 95 % interval, got {text}")
     return int(text)
 
 
-def exit_when_told():
-    """A signal, and the end of the terminal, end a benchmark as Ctrl-C does: with what it has started."""
+def exit_on_signals():
+    """Exit on SIGTERM and SIGHUP as on Ctrl-C, so that child processes are stopped too."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # which it is under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each function in each round; all run in every round, in a new order, so that noise hits all alike."""
+    """Return the seconds of each function in each round. Every round runs all of them in a random order."""
     for _ in range(warmup):
         for function in functions.values():
             function()
@@ -49,27 +49,28 @@ def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: 
 
 def paired_ratio(times: list[float], baseline: list[float]) -> dict[str, float]:
     """
-    The median of time / baseline over the rounds, and its 95 % interval by order statistics, which takes nothing for
-    granted about the noise.
+    Return the median of time / baseline over the rounds and its 95 % interval.
+
+    The interval uses order statistics and assumes nothing about the distribution.
     """
     ratios = sorted(t / b for t, b in zip(times, baseline))
     n = len(ratios)
-    # The largest rank whose tail of a binomial with p = 1/2 is at most 2.5 %.
+    # The largest rank whose tail probability under Binomial(n, 1/2) is at most 2.5 %.
     tails = [sum(math.comb(n, i) for i in range(rank + 1)) / 2**n for rank in range(n // 2)]
     rank = sum(tail <= 0.025 for tail in tails) - 1
     return {"ratio": statistics.median(ratios), "low": ratios[rank], "high": ratios[n - 1 - rank]}
 
 
 def verdict(ratio: dict[str, float], limit: float) -> str:
-    """Whether a measured ratio stays below a limit; an interval wider than 2 % says nothing."""
+    """Compare a measured ratio with a limit. An interval wider than 2 % is inconclusive."""
     if ratio["high"] - ratio["low"] > 0.02:
         return "inconclusive"
     return "ok" if ratio["low"] <= limit else f"above {limit}"
 
 
 def peak_allocated(function: Callable[[], None]) -> int:
-    """The most bytes that are alive at once among those that `function` allocates, counted by torch's allocator."""
-    function()  # what is allocated once and kept is not part of a step
+    """Return the peak number of bytes that `function` allocates, counted by torch's allocator."""
+    function()  # allocates what stays between steps
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -81,6 +82,7 @@ def peak_allocated(function: Callable[[], None]) -> int:
 
 
 def machine() -> dict[str, str | int]:
+    """Return versions and hardware, for result files."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,10 +1,10 @@
 """
-What scaling costs: the scaled classes against the stock one with the same weights, side by side in one run.
+Measure the cost of scaling: scaled classes against the stock class with the same weights, interleaved in one run.
 
     python benchmarks/overhead.py [--rounds 30] [--json]
 
-Times are paired ratios with their 95 % interval; memory is the peak of what a step allocates, counted by torch's
-allocator, with and without the weights and optimizer state that stay (the step alone is the harder figure).
+Times are paired ratios with their 95 % interval. Memory is the peak of what a step allocates, counted by torch's
+allocator, with and without the weights and optimizer state that persist (without them is the stricter number).
 """
 
 import argparse
@@ -14,27 +14,31 @@ import statistics
 
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
-from measure import enough_rounds, machine, paired_ratio, paired_times, peak_allocated, verdict
+from measure import machine, paired_ratio, paired_times, peak_allocated, round_count, verdict
 from torch import nn
 
 from scalelong_diffusers import apply_skip_scaling
 from scalelong_diffusers.presets import get_preset
 
 
-# The last one is what docs/which_method.md advises for training from scratch.
-METHODS = {"cs": "cs", "ls": "ls", "ls per skip": {"method": "ls", "shared": False, "init": "identity"}}
+# "ls" is the paper's LS, "ls per skip" the default of `SkipScalingConfig("ls")`.
+METHODS = {
+    "cs": "cs",
+    "ls": {"method": "ls", "shared": True, "init": "paper"},
+    "ls per skip": {"method": "ls", "shared": False, "init": "identity"},
+}
 TIME_LIMITS = {"cs": 1.01, "ls": 1.02, "ls per skip": 1.02}
 MEMORY_LIMITS = {"training": 1.02, "inference": 1.10}
 
 
 def ddpm_cifar10() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The DDPM U-Net of CIFAR-10: 35.7 million parameters, 12 skips."""
+    """Build the DDPM U-Net of CIFAR-10: 35.7 million parameters, 12 skips."""
     model = UNet2DModel(**get_preset("cifar10-unet").config)
     return model, {"sample": torch.randn(16, 3, 32, 32), "timestep": torch.randint(0, 1000, (16,))}
 
 
 def half_width_sd15() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The U-Net of Stable Diffusion 1.5 at half its width, 12 skips."""
+    """Build the U-Net of Stable Diffusion 1.5 at half its width: 12 skips."""
     model = UNet2DConditionModel(
         sample_size=32, block_out_channels=(160, 320, 640, 640), cross_attention_dim=384, attention_head_dim=8
     )
@@ -79,7 +83,7 @@ STEPS = {"inference": inference, "training": training}
 
 
 def resident_bytes(model: nn.Module, step_name: str) -> int:
-    """What stays between steps: the weights and, in training, AdamW's two moments of each."""
+    """Return the bytes that stay between steps: the weights and, in training, AdamW's two moments."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return weights * (3 if step_name == "training" else 1)
 
@@ -93,7 +97,7 @@ def measure(build, rounds: int) -> list[dict]:
         steps = {name: make_step(model, inputs) for name, model in models.items()}
         peaks = {name: peak_allocated(step) for name, step in steps.items()}
         totals = {name: peak + resident_bytes(models[name], step_name) for name, peak in peaks.items()}
-        # A forward alone is shorter, and noisier for it.
+        # A forward pass alone is shorter and therefore noisier.
         times = paired_times(steps, 4 * rounds if step_name == "inference" else rounds)
         for method in METHODS:
             ratio = paired_ratio(times[method], times["stock"])
@@ -117,8 +121,8 @@ def measure(build, rounds: int) -> list[dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=enough_rounds, default=30)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=round_count, default=30, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     results = {name: measure(build, arguments.rounds) for name, build in MODELS.items()}
     if arguments.json:

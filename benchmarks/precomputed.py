@@ -1,6 +1,5 @@
-"""A part of benchmarks/training.py: steps from precomputed features against steps with the autoencoder in the loop."""
+"""Compare steps from precomputed latents with steps that run the autoencoder, for benchmarks/training.py."""
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ from measure import paired_ratio, paired_times
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.train import precompute_latents
-from scalelong_diffusers.training import NoiseProcess, encode_images
+from scalelong_diffusers.training import NoiseProcess
+from scalelong_diffusers.training.latents import encode_images
 
 
-# Stable Diffusion's autoencoder at half its width, and the small U-ViT of the scripts: a round takes seconds.
+# Stable Diffusion's autoencoder at half its width, and the small U-ViT of the scripts, so that a round takes seconds.
 VAE = {
     "block_out_channels": (64, 128, 256, 256),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -29,12 +29,8 @@ MODEL = {"sample_size": RESOLUTION // 8, "patch_size": 2, "in_channels": 4, "hid
 
 
 def step_of(data: TrainingData, vae: AutoencoderKL, model: UViTModel) -> Callable[[], None]:
-    """A function that trains the next step: data, latents, noise, model, loss, optimizer."""
-    process = NoiseProcess.from_arguments(
-        argparse.Namespace(
-            prediction_type="epsilon", ddpm_beta_schedule="linear", continuous_time=False, snr_gamma=None
-        )
-    )
+    """Return a function that trains one step: data, latents, noise, model, loss, optimizer."""
+    process = NoiseProcess.from_options("linear", "epsilon", continuous=False, snr_gamma=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches: Iterator = iter(data.train.batches(BATCH_SIZE))
 
@@ -55,13 +51,13 @@ def measure_precomputed(rounds: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     vae = AutoencoderKL(**VAE).eval().requires_grad_(False)
     vae.save_pretrained(folder / "vae")
-    features = folder / "features"
-    flags = f"--resolution {RESOLUTION} --center_crop --random_flip --num_shapes {IMAGES} --output_dir {features}"
+    latents = folder / "latents"
+    flags = f"--resolution {RESOLUTION} --center_crop --random_flip --num_shapes {IMAGES} --output_dir {latents}"
     with contextlib.redirect_stdout(None):
         precompute_latents.main([*flags.split(), "--pretrained_vae_model_name_or_path", str(folder / "vae")])
     settings = {
         "in the loop": DataConfig(num_shapes=IMAGES, **images),
-        "precomputed": DataConfig(precomputed_dir=str(features), **images),
+        "precomputed": DataConfig(precomputed_dir=str(latents), **images),
     }
     functions = {}
     for name, setting in settings.items():
@@ -69,10 +65,10 @@ def measure_precomputed(rounds: int, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         functions[name] = step_of(data, vae, UViTModel(**MODEL))
     times = paired_times(functions, rounds, warmup=1)
-    size = sum(file.stat().st_size for file in features.iterdir()) / IMAGES
+    size = sum(file.stat().st_size for file in latents.iterdir()) / IMAGES
     return {
         "seconds_per_step": {name: sorted(values)[rounds // 2] for name, values in times.items()},
-        "times_as_fast": paired_ratio(times["in the loop"], times["precomputed"]),
+        "speed_up": paired_ratio(times["in the loop"], times["precomputed"]),
         "bytes_per_image": size,
     }
 
@@ -80,6 +76,6 @@ def measure_precomputed(rounds: int, folder: Path) -> dict[str, Any]:
 def show_precomputed(result: dict[str, Any]):
     print(f"precomputed: the small U-ViT on latents of {RESOLUTION} x {RESOLUTION} pixels, batch {BATCH_SIZE}")
     for name, seconds in result["seconds_per_step"].items():
-        print(f"  {name:<12} {seconds:.3f} s for a step")
-    print("  {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast".format(**result["times_as_fast"]))
-    print(f"  {result['bytes_per_image'] / 1024:.1f} KiB on the disk for an image and its mirror image")
+        print(f"  {name:<12} {seconds:.3f} s per step")
+    print("  {ratio:.2f} [{low:.2f}, {high:.2f}] times faster".format(**result["speed_up"]))
+    print(f"  {result['bytes_per_image'] / 1024:.1f} KiB on disk per image with its mirror image")

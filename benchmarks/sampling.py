@@ -1,9 +1,9 @@
 """
-What our pipelines cost against the nearest ones of diffusers, with the same weights, scheduler, steps and noise.
+Compare our pipelines with the closest ones of diffusers, with the same weights, scheduler, steps and noise.
 
     python benchmarks/sampling.py [--rounds 15] [--json]
 
-Times are paired ratios with their 95 % interval. Images have to be equal within 1e-5.
+Times are paired ratios with their 95 % interval. Images must agree within 1e-5.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from diffusers import (
     UNet2DConditionModel,
     UNet2DModel,
 )
-from measure import enough_rounds, machine, paired_ratio, paired_times, verdict
+from measure import machine, paired_ratio, paired_times, round_count, verdict
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUnconditionalPipeline
 
@@ -36,7 +36,7 @@ IMAGE_LIMIT = 1e-5
 Pair = tuple[DiffusionPipeline, DiffusionPipeline, dict[str, Any]]
 
 
-def unet_of_32_pixels() -> UNet2DModel:
+def build_unet() -> UNet2DModel:
     return UNet2DModel(
         sample_size=32,
         block_out_channels=(64, 128, 128),
@@ -46,19 +46,19 @@ def unet_of_32_pixels() -> UNet2DModel:
 
 
 def ddpm() -> Pair:
-    unet = unet_of_32_pixels()
+    unet = build_unet()
     pair = DDPMPipeline(unet, DDPMScheduler()), ScaleLongUnconditionalPipeline(unet, DDPMScheduler())
     return *pair, {"batch_size": 4, "num_inference_steps": 10}
 
 
 def ddim() -> Pair:
-    unet = unet_of_32_pixels()
+    unet = build_unet()
     pair = DDIMPipeline(unet, DDIMScheduler()), ScaleLongUnconditionalPipeline(unet, DDIMScheduler())
     return *pair, {"batch_size": 4, "num_inference_steps": 10, "eta": 0.5}
 
 
 def stable_diffusion() -> Pair:
-    """At an eighth of its width, with the hidden states of the text given: there are no weights of CLIP offline."""
+    """Build Stable Diffusion at an eighth of its width, without a text encoder: text embeddings are random."""
     unet = UNet2DConditionModel(
         sample_size=32, block_out_channels=(40, 80, 160, 160), cross_attention_dim=96, attention_head_dim=8,
         norm_num_groups=8,
@@ -77,7 +77,7 @@ def stable_diffusion() -> Pair:
 PAIRS = {"DDPMPipeline": ddpm, "DDIMPipeline": ddim, "StableDiffusionPipeline": stable_diffusion}
 
 
-def drawing(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Callable[[], np.ndarray]:
+def sampler(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Callable[[], np.ndarray]:
     pipe.set_progress_bar_config(disable=True)
     return lambda: pipe(**arguments, generator=torch.Generator().manual_seed(0), output_type="np").images
 
@@ -85,7 +85,7 @@ def drawing(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> Callable[[], 
 def measure(build: Callable[[], Pair], rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     stock, ours, arguments = build()
-    functions = {"stock": drawing(stock, arguments), "ours": drawing(ours, arguments)}
+    functions = {"stock": sampler(stock, arguments), "ours": sampler(ours, arguments)}
     difference = float(abs(functions["stock"]() - functions["ours"]()).max())
     times = paired_times(functions, rounds, warmup=1)
     ratio = paired_ratio(times["ours"], times["stock"])
@@ -100,15 +100,15 @@ def measure(build: Callable[[], Pair], rounds: int) -> dict[str, Any]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=enough_rounds, default=15)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=round_count, default=15, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     results = {name: measure(build, arguments.rounds) for name, build in PAIRS.items()}
     if arguments.json:
         print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}))
         return
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    print(f"{'against':<26} {'seconds':<8} {'time / stock [95 %]':<40} largest difference of a pixel")
+    print(f"{'against':<26} {'seconds':<8} {'time / stock [95 %]':<40} largest pixel difference")
     for name, row in results.items():
         time = "{ratio:.4f} [{low:.4f}, {high:.4f}] ".format(**row["time"]) + row["time_verdict"]
         print(f"{name:<26} {row['stock_seconds']:<8.3f} {time:<40} {row['difference']:.1e} {row['image_verdict']}")

@@ -1,12 +1,13 @@
 """
-What the training loop costs, beside forward, backward and the optimizer's step.
+Measure the cost of the training loop on top of forward, backward and optimizer step.
 
     python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint|precomputed] [--json]
 
-loop: steps of the unconditional script's loop, with its data, noise, average, clipping and log, against a bare loop of
-the same model and optimizer whose batches and noise are there already; side by side in one run. loader: the images per
-second that are read without training. checkpoint: writing one of the U-ViT S/2 of CIFAR-10. precomputed:
-steps of a model of latents from precomputed features against those with the autoencoder in the loop.
+- loop: steps of the unconditional script, with data, noise, EMA, clipping and log, against a bare loop of the same
+  model and optimizer with a fixed batch and noise, interleaved in one run.
+- loader: images read per second without training.
+- checkpoint: writing a checkpoint of the U-ViT S/2 of CIFAR-10.
+- precomputed: steps from precomputed latents against steps with the autoencoder in the loop.
 """
 
 import argparse
@@ -20,20 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import enough_rounds, machine, paired_ratio, paired_times
+from measure import machine, paired_ratio, paired_times, round_count
 from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
-from scalelong_diffusers.options import build_config
-from scalelong_diffusers.training import (
-    NoiseProcess,
-    TrainingLoop,
-    build_model,
-    parse_training_arguments,
-    settle,
-    start,
-    training_parser,
-)
+from scalelong_diffusers.training import NoiseProcess, TrainingConfig, TrainingRun, make_config
 
 
 LIMIT = 0.97
@@ -41,34 +33,30 @@ BATCH = 32
 LOADED = 6_000  # images
 
 
-def make_loop(folder: Path, **flags) -> tuple[TrainingLoop, NoiseProcess, TrainingData]:
-    words = [f"--{name}={value}" for name, value in {"output_dir": folder, "max_train_steps": 10**6, **flags}.items()]
-    args = parse_training_arguments(training_parser("", condition=None), words)
-    accelerator = start(args)
-    settings = build_config(DataConfig, vars(args))
-    data = load_training_data(settings, channels=None, needs_labels=False, needs_captions=False, seed=0)
-    unet = build_model(args, data)
-    with contextlib.redirect_stdout(None):  # the settings
-        loop = TrainingLoop(args, accelerator, {"unet": unet}, data, settle(args, accelerator, data, unet))
-    return loop, NoiseProcess.from_arguments(args), data
+def make_run(folder: Path, **options) -> tuple[TrainingRun, NoiseProcess]:
+    run = TrainingRun(make_config(TrainingConfig, output_dir=str(folder), max_train_steps=10**6, **options))
+    run.load_data()
+    with contextlib.redirect_stdout(None):  # it prints the settings
+        run.start({"unet": run.build_model()})
+    return run, run.noise_process()
 
 
-def our_step(loop: TrainingLoop, process: NoiseProcess) -> Callable[[], None]:
-    batches = iter(loop)
+def our_step(run: TrainingRun, process: NoiseProcess) -> Callable[[], None]:
+    batches = iter(run)
 
     def step():
         batch = next(batches)
         clean = batch["pixel_values"]
         noise = batch.normal_like(clean, "noise")
         timesteps = process.timesteps(batch.uniform("timestep"))
-        prediction = loop.models["unet"](process.add_noise(clean, noise, timesteps), timesteps).sample
-        loop.step(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+        prediction = run.models["unet"](process.add_noise(clean, noise, timesteps), timesteps).sample
+        run.step(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
 
     return step
 
 
 def bare_step(model: torch.nn.Module, data: TrainingData, process: NoiseProcess) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, fused=True)
     batch = next(iter(data.train.batches(batch_size=BATCH)))
     noise = torch.randn_like(batch["pixel_values"])
     timesteps = process.timesteps(torch.rand(BATCH))
@@ -83,9 +71,8 @@ def bare_step(model: torch.nn.Module, data: TrainingData, process: NoiseProcess)
 
 
 def measure_loop(rounds: int, folder: Path) -> dict:
-    loop, process, data = make_loop(folder / "loop", resolution=32, train_batch_size=BATCH)
-    bare = build_model(loop.args, data)
-    steps = {"ours": our_step(loop, process), "bare": bare_step(bare, data, process)}
+    run, process = make_run(folder / "loop", resolution=32, train_batch_size=BATCH)
+    steps = {"ours": our_step(run, process), "bare": bare_step(run.build_model(), run.data, process)}
     times = paired_times(steps, rounds)
     throughput = paired_ratio(times["bare"], times["ours"])
     seconds = sorted(times["ours"])[rounds // 2]
@@ -105,32 +92,32 @@ def measure_loader() -> dict:
 
 
 def measure_checkpoint(folder: Path) -> dict:
-    flags = {"preset": "cifar10-uvit-s-2", "train_batch_size": 8, "checkpoints_total_limit": 1}
-    loop, process, _ = make_loop(folder / "checkpoint", **flags)
-    step, writing, training = our_step(loop, process), [], []
+    options = {"preset": "cifar10-uvit-s-2", "train_batch_size": 8, "checkpoints_total_limit": 1}
+    run, process = make_run(folder / "checkpoint", **options)
+    step, writing, training = our_step(run, process), [], []
     for _ in range(4):
         begin = time.perf_counter()
         step()
         training.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        loop.save_checkpoint()
+        run.save_checkpoint()
         writing.append(time.perf_counter() - begin)
-    path = loop.checkpoints.path(loop.global_step)
+    path = run.checkpoints.path(run.global_step)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    every = loop.args.checkpointing_steps
+    every = run.config.output.checkpointing_steps
     return {
         "seconds": min(writing),
         "mebibytes": size / 2**20,
         "step_seconds": min(training),
-        f"part of a step, every {every} steps": min(writing) / every / min(training),
+        f"fraction of a step at one checkpoint per {every} steps": min(writing) / every / min(training),
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=enough_rounds, default=12)
-    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=round_count, default=12, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"], help="run one measurement")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         parts = {

@@ -1,12 +1,12 @@
 """
-`UViTModel` against a straightforward implementation with the same weights, side by side in one run.
+Compare `UViTModel` with a straightforward implementation with the same weights, interleaved in one run.
 
     python benchmarks/uvit.py [--rounds 12] [--only models|scaling|parts] [--model S/2] [--compile] [--json]
 
-The straightforward one concatenates hidden state and skip, multiplies the skip by its factor and applies one linear
-layer; its attention is torch's, in the dtype of autocast and, on a line of its own, in float32. A speed is
-straightforward / ours, with its 95 % interval, so above 1 is faster; memory is ours / straightforward, the peak of
-what a step allocates as counted by torch's allocator.
+The straightforward model multiplies the skip by its factor, concatenates it to the hidden state and applies one linear
+layer. It uses torch's attention, in the autocast dtype and, as a separate row, in float32. Speed is the time of the
+straightforward model / ours with its 95 % interval, so values above 1 mean that ours is faster. Memory is ours /
+straightforward, the peak of what a step allocates, counted by torch's allocator.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import enough_rounds, machine, paired_ratio, paired_times, peak_allocated
+from measure import machine, paired_ratio, paired_times, peak_allocated, round_count
 from torch import nn
 
 from scalelong_diffusers import UViTModel, apply_skip_scaling
@@ -25,7 +25,11 @@ from scalelong_diffusers.models.conversion import to_reference
 
 BATCH = 8
 MODELS = {"S/2": "cifar10-uvit-s-2", "S/2 Deep": "mscoco-uvit-s-2-deep"}
-METHODS = {"cs": "cs", "ls": "ls", "ls per skip": {"method": "ls", "shared": False}}
+METHODS = {
+    "cs": "cs",
+    "ls": {"method": "ls", "shared": True, "init": "paper"},
+    "ls per skip": {"method": "ls", "shared": False, "init": "paper"},
+}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -66,20 +70,20 @@ class StraightforwardBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = StraightforwardMLP(width)
 
-    def take_in(self, x: torch.Tensor, skip: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    def add_skip(self, x: torch.Tensor, skip: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         if not isinstance(factor, float) or factor != 1.0:
             skip = skip * factor
         return self.skip_linear(torch.cat([x, skip], dim=-1))
 
     def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None, factor: float | torch.Tensor = 1.0):
         if skip is not None:
-            x = self.take_in(x, skip, factor)
+            x = self.add_skip(x, skip, factor)
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class StraightforwardUViT(nn.Module):
-    """The blocks are written anew; what is no block (embeddings, gates, output) is taken from our model."""
+    """A U-ViT with straightforward blocks. Embeddings, gates and output layer come from our model."""
 
     def __init__(self, ours: UViTModel, attention_in_fp32: bool):
         super().__init__()
@@ -95,7 +99,7 @@ class StraightforwardUViT(nn.Module):
         weights = to_reference(ours.state_dict(), half)
         own = {key for key in self.state_dict() if not key.startswith("ours.")}
         self.load_state_dict({key: weights[key] for key in own}, strict=False)
-        for name in ("in_blocks", "mid_block", "out_blocks"):  # ours are not to be trained or counted along
+        for name in ("in_blocks", "mid_block", "out_blocks"):  # only the blocks of this class are trained and counted
             setattr(ours, name, None)
 
     def forward(self, sample, timestep, encoder_hidden_states=None):
@@ -158,12 +162,12 @@ STEPS = {"forward": forward_step, "training": training_step}
 
 
 def speeds(steps: dict[str, Callable[[], None]], rounds: int, reference: str) -> dict[str, dict[str, float]]:
-    """How many times as fast `reference` is as each of the others."""
+    """Return the speed of `reference` relative to each other step."""
     times = paired_times(steps, rounds)
     return {name: paired_ratio(times[name], times[reference]) for name in steps if name != reference}
 
 
-def whole_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
+def compare_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
     rows = []
     for dtype_name, dtype in DTYPES.items():
         models = {
@@ -190,8 +194,8 @@ def check_equal(models: dict[str, nn.Module], inputs: dict[str, torch.Tensor]):
         torch.testing.assert_close(output, outputs[0].sample, rtol=1e-4, atol=1e-4)
 
 
-def scaled_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
-    """CS and LS against the plain model, all of them ours."""
+def compare_scaling(preset: str, rounds: int, compiled: bool) -> list[dict]:
+    """Compare CS and LS with the plain model, all with our implementation."""
     rows = []
     for dtype_name, dtype in DTYPES.items():
         models = {"plain": build(preset)} | {name: build(preset, entry) for name, entry in METHODS.items()}
@@ -208,13 +212,13 @@ def scaled_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
     return rows
 
 
-def parts(rounds: int) -> list[dict]:
-    """Forward and backward of a decoder block's parts, at the shape of S/2."""
+def compare_parts(rounds: int) -> list[dict]:
+    """Compare forward and backward passes of the parts of a decoder block, with the shapes of S/2."""
     rows = []
     for scaling in ("none", "cs", "ls"):
         for part, functions in decoder_parts(scaling).items():
             for dtype_name, dtype in DTYPES.items():
-                steps = {name: there_and_back(function, dtype) for name, function in functions.items()}
+                steps = {name: forward_backward(function, dtype) for name, function in functions.items()}
                 speed = speeds(steps, 4 * rounds, "ours")["straightforward"]
                 peaks = {name: peak_allocated(step) for name, step in steps.items()}
                 memory = peaks["ours"] / peaks["straightforward"]
@@ -223,18 +227,19 @@ def parts(rounds: int) -> list[dict]:
 
 
 def decoder_parts(scaling: str) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
-    """The same part of the same block in both implementations."""
-    model = build(MODELS["S/2"], scaling)
+    """Return each part of the first decoder block in both implementations."""
+    config = METHODS.get(scaling, scaling)
+    model = build(MODELS["S/2"], config)
     ours = model.out_blocks[0]
-    theirs = StraightforwardUViT(build(MODELS["S/2"], scaling), attention_in_fp32=False).out_blocks[0]
+    theirs = StraightforwardUViT(build(MODELS["S/2"], config), attention_in_fp32=False).out_blocks[0]
     hidden, skip = (torch.randn(BATCH, 257, 512, requires_grad=True) for _ in range(2))
 
     def factor() -> float | torch.Tensor:
         return model.skip_scaler.factor(skip, len(model.out_blocks))
 
     skip_path = {
-        "ours": lambda: ours._take_in(hidden, skip, factor()),
-        "straightforward": lambda: theirs.take_in(hidden, skip, factor()),
+        "ours": lambda: ours._add_skip(hidden, skip, factor()),
+        "straightforward": lambda: theirs.add_skip(hidden, skip, factor()),
     }
     if scaling != "none":
         return {f"skip path, {scaling}": skip_path}
@@ -245,7 +250,7 @@ def decoder_parts(scaling: str) -> dict[str, dict[str, Callable[[], torch.Tensor
     }
 
 
-def there_and_back(function: Callable[[], torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
+def forward_backward(function: Callable[[], torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
     gradient = torch.randn_like(function())
 
     def step():
@@ -258,22 +263,24 @@ def there_and_back(function: Callable[[], torch.Tensor], dtype: torch.dtype | No
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=enough_rounds, default=12)
+    parser.add_argument("--rounds", type=round_count, default=12, help="number of rounds (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
-    parser.add_argument("--only", choices=["models", "scaling", "parts"])
-    parser.add_argument("--model", choices=MODELS, help="this one alone")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=["models", "scaling", "parts"], help="run one of the three comparisons")
+    parser.add_argument("--model", choices=MODELS, help="run one of the two models")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     results = {}
     for name, preset in MODELS.items():
         if arguments.model not in (None, name):
             continue
         if arguments.only in (None, "models"):
-            results[f"{name} against straightforward"] = whole_models(preset, arguments.rounds, arguments.compile)
+            results[f"{name} against the straightforward model"] = compare_models(
+                preset, arguments.rounds, arguments.compile
+            )
         if arguments.only in (None, "scaling"):
-            results[f"{name}, scaled against plain"] = scaled_models(preset, arguments.rounds, arguments.compile)
+            results[f"{name}, scaled against plain"] = compare_scaling(preset, arguments.rounds, arguments.compile)
     if arguments.only in (None, "parts"):
-        results["parts of a decoder block"] = parts(arguments.rounds)
+        results["parts of a decoder block"] = compare_parts(arguments.rounds)
     if arguments.json:
         print(json.dumps({"machine": machine(), "batch": BATCH, "compiled": arguments.compile, "results": results}))
         return
@@ -283,8 +290,8 @@ def main():
         for row in rows:
             kind = "speed" if "speed" in row else "time"
             labels = "  ".join(f"{value:<9}" for value in row.values() if isinstance(value, str))
-            figures = "{kind} {ratio:.3f} [{low:.3f}, {high:.3f}]".format(kind=kind, **row[kind])
-            print(f"  {labels}  {figures}  memory {row['memory']:.3f}")
+            result = "{kind} {ratio:.3f} [{low:.3f}, {high:.3f}]".format(kind=kind, **row[kind])
+            print(f"  {labels}  {result}  memory {row['memory']:.3f}")
 
 
 if __name__ == "__main__":

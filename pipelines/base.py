@@ -73,9 +73,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         check_channels(unwrap_model(unet), vae)
         check_scheduler(scheduler, unwrap_model(unet))
         if latent_scale is not None and not latent_scale > 0:
-            raise UserError(
-                f"latent_scale must be above 0, or None to use the vae's; got {latent_scale!r}"
-            )
+            raise UserError(f"latent_scale must be above 0, or None to use the vae's; got {latent_scale!r}")
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, **others)
         self.register_to_config(latent_scale=latent_scale)
         self.image_processor = VaeImageProcessor()

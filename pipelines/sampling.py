@@ -1,14 +1,9 @@
-"""What `scalelong sample` does: a folder of images, each of which depends on the seed and its own number alone."""
+"""Sample numbered images into a folder. Image k depends only on the seed and k, so sampling can resume at any time."""
 
-import dataclasses
 import inspect
-import json
 import math
 import os
-import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +11,15 @@ import diffusers
 import PIL.Image
 import torch
 from diffusers import SchedulerMixin
-from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from scalelong_diffusers.data.images import SAMPLE_GRID, SAMPLE_SETTINGS
 from scalelong_diffusers.download import read_json
-from scalelong_diffusers.errors import did_you_mean
-from scalelong_diffusers.files import write_json
-from scalelong_diffusers.pipelines import ScaleLongClassConditionalPipeline, ScaleLongTextToImagePipeline
+from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
+from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes, run_on_all_processes
 from scalelong_diffusers.randomness import generator_for
 
@@ -43,83 +37,94 @@ SCHEDULERS = {
     "unipc": ("UniPCMultistepScheduler", {}),
 }
 GRID_IMAGES = 64
-# Kept to be read: checksums say whether the model is the same, wherever it was, and the others follow from the rest.
-NOTED_ONLY = ("model", "revision", "sampler", "guidance_scale")
-
-
+# Files next to the images: their settings and a grid of them.
+SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
 _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True)
-class SampleSettings:
-    """All that an image depends on beside its number. It is kept with the images; to go on with another is refused."""
+class SampleConfig:
+    """Everything that an image depends on except its number."""
 
     model: str
-    revision: str | None = None
-    prompt: list[str] | None = None
-    negative_prompt: str | None = None
-    class_labels: list[str] | None = None
-    scheduler: str | None = None
-    steps: int = 50
-    guidance: float | None = None
-    seed: int = 0
-    height: int | None = None
-    width: int | None = None
-    dtype: str = "float32"
+    revision: str | None = option(None, "branch, tag or commit on the Hub", metavar="NAME")
+    prompt: tuple[str, ...] | None = option(None, "prompts, used in turn", metavar="TEXT")
+    negative_prompt: str | None = option(None, "text that guidance leads away from", metavar="TEXT")
+    class_labels: tuple[str, ...] | None = option(
+        None, "names or numbers of classes, used in turn; all classes by default", metavar="NAME"
+    )
+    scheduler: str | None = option(
+        None, f"one of {', '.join(SCHEDULERS)}; the model's own scheduler by default", metavar="NAME"
+    )
+    num_inference_steps: int = option(50, "number of denoising steps", at_least=1, metavar="N")
+    guidance_scale: float | None = option(
+        None,
+        "classifier-free guidance as in diffusers, 1 is off; the pipeline's default if not given",
+        at_least=0,
+        metavar="W",
+    )
+    seed: int = option(0, "random seed", metavar="N")
+    height: int | None = option(None, "height of the images", at_least=1, metavar="PIXELS")
+    width: int | None = option(None, "width of the images", at_least=1, metavar="PIXELS")
+    dtype: str = option("float32", "dtype of the weights", choices=("float32", "bfloat16", "float16"))
+
+    def __post_init__(self):
+        check_options(self)
 
 
 class Sampling:
     """
-    The images 0..n-1 of a pipeline in a folder, and a grid of them. To set it up refuses what can not be made, or not
-    there, and gives the pipeline its scheduler.
+    Images 0 to `num_images - 1` of a pipeline in a folder, and a grid of them.
+
+    The constructor rejects everything that cannot be sampled, or not into this folder, and replaces the pipeline's
+    scheduler if the config names one.
     """
 
-    def __init__(self, pipe: SamplingPipeline, settings: SampleSettings, folder: Path, n: int, batch_size: int):
-        for name, value in (("n", n), ("batch_size", batch_size), ("steps", settings.steps)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+    def __init__(self, pipe: SamplingPipeline, config: SampleConfig, folder: Path, num_images: int, batch_size: int):
         self.pipe = pipe
-        self.settings = settings
+        self.config = config
         self.folder = folder
-        self.n = n
+        self.num_images = num_images
         self.batch_size = batch_size
-        self._condition, self._values = _conditions(pipe, settings)
-        if settings.scheduler is not None:
-            pipe.scheduler = scheduler_by_name(settings.scheduler, pipe.scheduler)
-        if settings.guidance is not None:
-            pipe.set_guidance(settings.guidance)
-        noted = {"sampler": type(pipe.scheduler).__name__, "guidance_scale": _guidance_scale(pipe, settings)}
-        _refuse_what_is_no_folder(folder)
-        self._told = _settings_for(folder, {**dataclasses.asdict(settings), **noted, **_checksums(pipe)}, n)
+        self._condition, self._values = _conditions(pipe, config)
+        if config.scheduler is not None:
+            pipe.scheduler = scheduler_by_name(config.scheduler, pipe.scheduler)
+        if config.guidance_scale is not None:
+            pipe.set_guidance(config.guidance_scale)
+        self._settings = {
+            **asdict(config),
+            "guidance_scale": _guidance_scale(pipe, config),
+            "sampler": type(pipe.scheduler).__name__,
+        }
+        _check_folder(folder, self._settings)
 
     def make(self) -> int:
         """
-        Make those that are not in the folder yet; returns how many they were.
+        Make the images that the folder lacks and return their number.
 
-        The processes of `accelerate launch` or torchrun make a share each.
+        The processes of `accelerate launch` or torchrun share the work.
         """
         team = processes()
-        missing = [k for k in range(self.n) if not is_complete(image_file(self.folder, k))]
-        # What is refused is refused by all, and what is missing known to all, before the folder changes.
+        missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
+        # No process changes the folder before all have checked it and listed the missing images.
         team.wait_for_everyone()
         if team.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / SAMPLE_SETTINGS, self._told)
+            write_json(self.folder / SAMPLE_SETTINGS, self._settings)
         team.wait_for_everyone()
-        run_on_all_processes(lambda: self._make_share(missing))
+        run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
         if team.is_main_process:
             columns = len(self._values) if 1 < len(self._values) <= 16 else None
-            shown = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.n, GRID_IMAGES))]
-            save_image(grid(shown, columns), self.folder / SAMPLE_GRID)
+            first = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.num_images, GRID_IMAGES))]
+            save_image(grid(first, columns), self.folder / SAMPLE_GRID)
         return len(missing)
 
-    def _make_share(self, missing: list[int]):
-        """This process's share of the images that are missing."""
+    def _make_share(self, share: list[int]):
+        """Make the missing images of this process."""
         team = processes()
-        share = missing[team.process_index :: team.num_processes]
         self.pipe.set_progress_bar_config(disable=True)
         layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
-        total = self.n if team.num_processes == 1 else len(share)
+        total = self.num_images if team.num_processes == 1 else len(share)
         with tqdm(
             total=total,
             initial=total - len(share),
@@ -139,172 +144,124 @@ class Sampling:
             bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
             return tensors
 
-        values, settings = self._values, self.settings
+        values, config = self._values, self.config
         arguments = {self._condition: [values[k % len(values)] for k in batch] if values else len(batch)}
-        for name in ("negative_prompt", "height", "width"):
-            if getattr(settings, name) is not None:
-                arguments[name] = getattr(settings, name)
-        if settings.guidance is not None:
-            arguments["guidance_scale"] = settings.guidance
+        optional = {
+            "negative_prompt": config.negative_prompt,
+            "height": config.height,
+            "width": config.width,
+            "guidance_scale": config.guidance_scale,
+        }
+        arguments |= {name: value for name, value in optional.items() if value is not None}
         return self.pipe(
             **arguments,
-            num_inference_steps=settings.steps,
-            generator=[generator_for(settings.seed, k) for k in batch],
+            num_inference_steps=config.num_inference_steps,
+            generator=[generator_for(config.seed, k) for k in batch],
             callback_on_step_end=advance,
         ).images
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The one of that name; without one a GPU, where there is any, each process its own."""
+    """Return the named device; without a name, a GPU if there is one, a different one for each process."""
     if name is None:
         team = processes()
         return team.device if team.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} can not be used: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
-    """A scheduler for the noise that a model was trained with, which the current one knows."""
+    """Return a scheduler with the noise schedule of the current one, which the model was trained with."""
     if name not in SCHEDULERS:
-        raise ValueError(
-            f"unknown scheduler {name!r}{did_you_mean(name, SCHEDULERS)}; accepted: {', '.join(SCHEDULERS)}"
-        )
+        suggestion = did_you_mean(name.replace("pp", "++"), SCHEDULERS)  # people write dpmpp
+        raise UserError(f"unknown scheduler {name!r}{suggestion}; accepted: {', '.join(SCHEDULERS)}")
     class_name, changes = SCHEDULERS[name]
-    scheduler_class = getattr(diffusers, class_name)
     if "beta_schedule" not in current.config:
-        raise ValueError(f"scheduler {name!r} goes by betas, which the model's own {type(current).__name__} has not")
-    return scheduler_class.from_config(current.config, **changes)
+        raise UserError(
+            f"scheduler {name!r} needs a beta schedule, which the model's own {type(current).__name__} does not have"
+        )
+    return getattr(diffusers, class_name).from_config(current.config, **changes)
 
 
-def _conditions(pipe: SamplingPipeline, settings: SampleSettings) -> tuple[str, list[Any]]:
-    """The argument of the pipeline's call that says what to draw, and its values, which the images take in turn."""
+def _conditions(pipe: SamplingPipeline, config: SampleConfig) -> tuple[str, list[Any]]:
+    """Return the pipeline's argument for the condition and its values, which the images use in turn."""
     is_text = isinstance(pipe, ScaleLongTextToImagePipeline)
     is_class = isinstance(pipe, ScaleLongClassConditionalPipeline)
-    given = {
-        "prompt": (settings.prompt, is_text, "of text"),
-        "negative_prompt": (settings.negative_prompt, is_text, "of text"),
-        "class": (settings.class_labels, is_class, "of classes"),
-        "guidance": (settings.guidance, is_text or is_class, "of classes or text"),
+    accepted = {
+        "prompt": (is_text, "text-to-image"),
+        "negative_prompt": (is_text, "text-to-image"),
+        "class_labels": (is_class, "class-conditional"),
+        "guidance_scale": (is_text or is_class, "text-to-image or class-conditional"),
     }
-    for flag, (value, fits, what) in given.items():
-        if value is not None and not fits:
-            raise ValueError(f"--{flag} is for models {what}, and {settings.model} is none: {type(pipe).__name__}")
+    for name, (is_accepted, kind) in accepted.items():
+        if getattr(config, name) is not None and not is_accepted:
+            raise UserError(f"--{name} needs a {kind} pipeline, and {config.model} is a {type(pipe).__name__}")
     if is_text:
-        if settings.prompt is None:
-            raise ValueError(f"{settings.model} is a model of text: give at least one --prompt")
-        return "prompt", settings.prompt
+        if config.prompt is None:
+            raise UserError(f"{config.model} is a text-to-image pipeline: give at least one --prompt")
+        return "prompt", list(config.prompt)
     if is_class:
-        labels = settings.class_labels or list(range(pipe.num_classes))
+        labels = config.class_labels or range(pipe.num_classes)
         names = set((pipe.config.class_names or {}).values())
-        labels = [int(x) if str(x).isdecimal() and x not in names else x for x in labels]
+        labels = [int(label) if str(label).isdecimal() and label not in names else label for label in labels]
         return "class_labels", pipe.class_ids(labels)
     return "batch_size", []
 
 
-def _guidance_scale(pipe: SamplingPipeline, settings: SampleSettings) -> float | None:
-    """What it is, also where it is left to the pipeline; None for a model without."""
+def _guidance_scale(pipe: SamplingPipeline, config: SampleConfig) -> float | None:
+    """Return the guidance scale that the pipeline will use, or None if it has none."""
     parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-    return settings.guidance if parameter is None or settings.guidance is not None else parameter.default
+    return config.guidance_scale if parameter is None or config.guidance_scale is not None else parameter.default
 
 
-def _refuse_what_is_no_folder(folder: Path):
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{folder} can not be a folder of images: {there} is a file; give another --out")
-
-
-def _settings_for(folder: Path, settings: dict[str, Any], n: int) -> dict[str, Any]:
-    """What the folder's images are noted to be made with. Those that are there have to be of the same settings."""
+def _check_folder(folder: Path, settings: dict[str, Any]):
+    """Reject a folder with images of other settings or of another origin."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{folder} cannot be a folder: {existing} is a file; give another --output_dir")
     before = read_sample_settings(folder)
     if before is None and (any(folder.glob("*.png")) or (folder / SAMPLE_SETTINGS).exists()):
-        raise ValueError(
-            f"{folder} has images or a {SAMPLE_SETTINGS} that `scalelong sample` did not make: give another --out"
+        raise UserError(
+            f"{folder} has images or a {SAMPLE_SETTINGS} that this version of `scalelong sample` did not make: give "
+            "another --output_dir"
         )
-    there = sampled_numbers(folder)
-    # Settings without images may be those of a call that was refused, and count for nothing.
-    if not there:
-        return settings
-    prompts = _prompts_of_both(before.get("prompt"), there, settings["prompt"], range(n))
-    if prompts is not None:
-        before, settings = ({**told, "prompt": prompts} for told in (before, settings))
-    _check_same(folder, before, settings)
-    return settings
+    # Settings without images may be left from a rejected call.
+    if sampled_numbers(folder) and (difference := _first_difference(before, settings)):
+        raise UserError(f"{folder} has images made with {difference}: give another --output_dir, or delete it")
 
 
-def _prompts_of_both(
-    before: list[str] | None, there: Iterable[int], prompts: list[str] | None, asked: Iterable[int]
-) -> list[str] | None:
-    """
-    The longer list, where it gives the same to the images that are there and to those asked for; None otherwise.
+def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return words like `seed 0, not 1` or `prompt 3 'a cat', not 'a dog'`."""
+    before, now = _flat(before), _flat(now)
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            return f"{name} {before.get(name)!r}, not {now.get(name)!r}"
+    return None
 
-    So one can go on for more images with more captions of the same data set.
-    """
-    if not before or not prompts:
-        return None
-    longer = max(before, prompts, key=len)
 
-    def gives_the_same(other: list[str], numbers: Iterable[int]) -> bool:
-        return all(other[k % len(other)] == longer[k % len(longer)] for k in numbers)
-
-    return longer if gives_the_same(before, there) and gives_the_same(prompts, asked) else None
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Give each entry of a list its own name, and a folder the same name with and without a slash at its end."""
+    flat = {**settings, "model": str(Path(settings["model"]))}
+    for name, value in settings.items():
+        if isinstance(value, list | tuple):
+            del flat[name]
+            flat |= {f"{name} {k}": entry for k, entry in enumerate(value)}
+    return flat
 
 
 def read_sample_settings(folder: Path) -> dict[str, Any] | None:
-    """What the images of a folder were made with; None where `scalelong sample` did not make them."""
-    noted = read_json(folder, SAMPLE_SETTINGS) if folder.is_dir() else None
-    names = {*SampleSettings.__dataclass_fields__, *NOTED_ONLY}
-    return noted if noted is not None and names <= noted.keys() else None
+    """Return the settings of a folder's images, or None if `scalelong sample` did not make them."""
+    settings = read_json(folder, SAMPLE_SETTINGS) if folder.is_dir() else None
+    names = {*SampleConfig.__dataclass_fields__, "sampler"}
+    return settings if settings is not None and names <= settings.keys() else None
 
 
-def _check_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]):
-    for name in {**settings, **before}:
-        was, now = before.get(name), settings.get(name)
-        if name in NOTED_ONLY or was == now:
-            continue
-        if isinstance(was, list) and isinstance(now, list):  # of thousands of prompts the first that differ
-            k, (was, now) = next((k, pair) for k, pair in enumerate(zip_longest(was, now)) if pair[0] != pair[1])
-            name = f"{name} {k}"
-        if name.endswith(_CHECKSUM):
-            raise ValueError(
-                f"{folder} has images that another {name.removesuffix(_CHECKSUM)} made, that of {before['model']} as "
-                "it was then: give another --out, or delete it"
-            )
-        raise ValueError(
-            f"{folder} has images that were made with {name} {was!r}, not {now!r}: give another --out, or delete it"
-        )
-
-
-_CHECKSUM = "_checksum"
-
-
-def _checksums(pipe: SamplingPipeline) -> dict[str, str]:
-    """Tells pipelines apart, also two of the same folder: one for each component, one for the rest."""
-    components = {name: component for name, component in pipe.components.items() if component is not None}
-    checksums = {f"{name}{_CHECKSUM}": _checksum(component) for name, component in components.items()}
-    own = {name: value for name, value in pipe.config.items() if name not in pipe.components}
-    return {**checksums, f"pipeline{_CHECKSUM}": f"{_checksum_of_config(own):08x}"}
-
-
-def _checksum(component: nn.Module | SchedulerMixin | PreTrainedTokenizerBase) -> str:
-    if isinstance(component, PreTrainedTokenizerBase):
-        config = {"vocabulary": component.get_vocab(), "model_max_length": component.model_max_length}
-    elif isinstance(component, PreTrainedModel):
-        config = component.config.to_dict()
-    else:
-        config = dict(component.config)
-    checksum = _checksum_of_config({**config, "class": type(component).__name__})
-    if isinstance(component, nn.Module):
-        for weights in component.state_dict().values():
-            checksum = zlib.crc32(weights.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
-    return f"{checksum:08x}"
-
-
-def _checksum_of_config(config: Mapping[str, Any]) -> int:
-    # What a config says of where it was loaded from, and by which version, says nothing of the images.
-    told = {name: value for name, value in config.items() if name[0] != "_" and name != "transformers_version"}
-    return zlib.crc32(json.dumps(told, sort_keys=True, default=str).encode())
+def is_sample_grid(file: str | os.PathLike) -> bool:
+    """Return whether a file is the grid that `scalelong sample` writes next to its images."""
+    folder, name = os.path.split(file)
+    return name == SAMPLE_GRID and os.path.isfile(os.path.join(folder, SAMPLE_SETTINGS))
 
 
 def image_file(folder: Path, k: int) -> Path:
@@ -312,13 +269,13 @@ def image_file(folder: Path, k: int) -> Path:
 
 
 def sampled_numbers(folder: Path) -> list[int]:
-    """Those of the images in a folder, by the files' names."""
+    """Return the numbers of the images in a folder, sorted."""
     numbers = (int(file.stem) for file in folder.glob("*.png") if file.stem.isdecimal())
     return sorted(k for k in numbers if image_file(folder, k).is_file())
 
 
 def is_complete(file: Path) -> bool:
-    """Whether it is a PNG with its last chunk, which a machine that stopped or a full disk may have cut off."""
+    """Return whether a PNG has its last chunk, which a crash or a full disk may have cut off."""
     if not file.is_file() or file.stat().st_size < len(_END_OF_PNG):
         return False
     with open(file, "rb") as opened:
@@ -327,13 +284,12 @@ def is_complete(file: Path) -> bool:
 
 
 def save_image(image: PIL.Image.Image, file: Path):
-    """Written aside and renamed, so that a file with that name is whole; not synced, since there may be many."""
-    part = file.with_suffix(".part")
-    image.save(part, format="PNG")
-    os.replace(part, file)
+    """Save a PNG atomically. It is not synced to disk: there may be many, and they can be made again."""
+    atomic_write(file, lambda partial: image.save(partial, format="PNG"), durable=False)
 
 
 def grid(images: list[PIL.Image.Image], columns: int | None) -> PIL.Image.Image:
+    """Paste images into a grid, which is about square if `columns` is None."""
     columns = columns or math.ceil(math.sqrt(len(images)))
     width, height = images[0].size
     grid = PIL.Image.new(images[0].mode, (columns * width, math.ceil(len(images) / columns) * height))

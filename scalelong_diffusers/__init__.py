@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.hub.model_card import CardFacts
     from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub, write_model_card
     from scalelong_diffusers.models.mixin import SkipScalingMixin
+    from scalelong_diffusers.models.skips import UpBlockSkips
     from scalelong_diffusers.models.unets import (
         ScaleLongI2VGenXLUNet,
         ScaleLongUNet2DConditionModel,
@@ -52,6 +53,7 @@ _MODULES = {
     "ScaleLongUnconditionalPipeline": "pipelines.unconditional",
     "SkipScalingMixin": "models.mixin",
     "UViTModel": "models.uvit",
+    "UpBlockSkips": "models.skips",
     "UserError": "errors",
     "apply_skip_scaling": "patching",
     "get_preset": "presets",

@@ -173,9 +173,14 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
 
 
 def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    flags = {details.flag or field.name: field.name for field, details in _own_options(config_class)}
-    given = {name: values[flag] for flag, name in flags.items() if flag in values}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    """Return the given values by field, without nested configs."""
+    given = {}
+    for field in dataclasses.fields(config_class):
+        flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
+        if flag in values and _nested_config(config_class, field) is None:
+            value = values[flag]
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return given
 
 
 def _own_options(config_class: type) -> list[tuple[dataclasses.Field, Option]]:
@@ -270,8 +275,9 @@ def _add_flag(group, flag: str, default: Any, is_required: bool, hint: Any, deta
     if bool in kinds:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        settings["choices"] = details.choices
-        settings["metavar"] = details.metavar or (None if details.choices else _metavar(flag, kinds))
+        # `check_options` refuses other choices, and suggests the nearest.
+        shown = "{" + ",".join(details.choices) + "}" if details.choices else _metavar(flag, kinds)
+        settings["metavar"] = details.metavar or shown
         settings["type"] = _parser_of(hint)
         if tuple in kinds:
             settings["nargs"] = "+"

@@ -75,8 +75,6 @@ def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: floa
     """
     models = [model for model in _scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
     _check_any_scaled(models, model_or_pipeline)
-    if strength is None:
-        raise UserError("strength must be a number, at least 0 and at most 1, got None")
     configs = [dataclasses.replace(model.skip_scaler.config, strength=strength) for model in models]
     for model, config in zip(models, configs):
         model.skip_scaler.set_config(config)

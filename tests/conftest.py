@@ -1,4 +1,4 @@
-"""Tiny but real models of every class that can be scaled, and an independent reading of the paper to hold them to."""
+"""Tiny models of every class that can be scaled, and an independent implementation of the paper to test them with."""
 
 import os
 import subprocess
@@ -15,13 +15,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import diffusers
 import torch
 
+import scalelong_diffusers
+
 
 torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model class of diffusers, a small config of it, and inputs that fit."""
+    """A model class of diffusers with a small config and the shapes of its inputs."""
 
     name: str
     class_name: str
@@ -34,8 +36,6 @@ class Case:
         return getattr(diffusers, self.class_name)(**{**self.config, **overrides}).eval()
 
     def build_scaled(self, skip_scaling):
-        import scalelong_diffusers
-
         torch.manual_seed(0)
         return getattr(scalelong_diffusers, self.scaled_name)(**self.config, skip_scaling=skip_scaling).eval()
 
@@ -152,7 +152,7 @@ CASES = [
         _TIME,
     ),
     Case(
-        "k-blocks",  # the latent upscaler's: its first up-block and the last skips of the others go unused
+        "k-blocks",  # as in the latent upscaler: the first up-block and the last skips of the others are unused
         "UNet2DConditionModel",
         _unet(
             ("KDownBlock2D", *["KCrossAttnDownBlock2D"] * 3),
@@ -259,15 +259,16 @@ def sd() -> Case:
 
 class PaperReading:
     """
-    Runs a stock U-Net and multiplies what each decoder resnet was given as its skip: the trailing channels of its
-    input. The skips' widths are those that the encoder was seen to produce, and nothing is taken from the package.
+    Runs a stock U-Net and multiplies the skips of its decoder resnets, which are the trailing channels of their input.
+
+    The widths of the skips come from a run of the encoder. The package is not used.
     """
 
     def __init__(self, model):
         self.model = model
 
     def __call__(self, inputs, factor):
-        """`factor(i, n, skip)` is called for each skip, i = 1 being the outermost of n."""
+        """Return the output. `factor(i, n, skip)` is called for each skip; i = 1 is the outermost of n."""
         consumed = []
         self._run(inputs, lambda order, skip: consumed.append(order) or 1.0)
         n = len(consumed)
@@ -318,7 +319,7 @@ def paper_reading():
 
 @pytest.fixture
 def in_fresh_process(tmp_path):
-    """Runs Python code in a process of its own, outside the checkout, and returns what it printed."""
+    """Return a function that runs Python code in a new process outside the checkout, and returns its output."""
 
     def run(code: str, *args: str, check: bool = True, **env: str) -> subprocess.CompletedProcess:
         script = tmp_path / "fresh_process.py"
@@ -337,12 +338,12 @@ def in_fresh_process(tmp_path):
 
 @pytest.fixture
 def tiny_clip():
-    """A text encoder of width 16 that reads 12 tokens, and its tokenizer, which knows letters, "red" and "circle"."""
+    """Return a text encoder of width 16 for 12 tokens, and its tokenizer, which knows letters, "red" and "circle"."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     torch.manual_seed(0)
     letters = [chr(c) + end for c in range(ord("a"), ord("z") + 1) for end in ("", "</w>")]
-    # Byte pairs join the letters of a word from its beginning.
+    # Byte pairs join the letters of a word from its start.
     merges = [("r", "e"), ("re", "d</w>"), *(("circle"[:n], "circle"[n]) for n in range(1, 5)), ("circl", "e</w>")]
     tokens = [*letters, *map("".join, merges), "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -355,7 +356,7 @@ def tiny_clip():
 
 @pytest.fixture
 def tiny_vae():
-    """An autoencoder to 4 channels at half the size."""
+    """Return an autoencoder with 4 latent channels at half the size."""
     torch.manual_seed(0)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     config = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 16}
@@ -364,7 +365,7 @@ def tiny_vae():
 
 @pytest.fixture
 def tiny_stable_diffusion(sd, tiny_clip, tiny_vae):
-    """A tiny but complete Stable Diffusion: U-Net, VAE, CLIP, tokenizer and scheduler."""
+    """Return a tiny Stable Diffusion with U-Net, VAE, CLIP, tokenizer and scheduler."""
     text_encoder, tokenizer = tiny_clip
     scheduler = diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)
     return diffusers.StableDiffusionPipeline(
@@ -386,7 +387,7 @@ def _small_clip(seed, width):
 
 
 def _clip_with_projection(seed, width):
-    """SDXL's second encoder."""
+    """Return a text encoder like the second one of SDXL."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
     plain, tokenizer = _small_clip(seed, width)
@@ -425,7 +426,7 @@ _KINDS = {"sd1": _build_sd1, "sd2": _build_sd2, "sdxl": _build_sdxl}
 
 @pytest.fixture
 def build_kind(cases, tiny_vae):
-    """`build_kind("sdxl")`: a pipeline with random weights, the same each time."""
+    """Return a function that builds a pipeline by kind, such as `"sdxl"`, with the same random weights each time."""
 
     def build(kind):
         pipe = _KINDS[kind](cases, tiny_vae)
@@ -438,18 +439,19 @@ def build_kind(cases, tiny_vae):
 @pytest.fixture
 def hub(in_fresh_process, tmp_path):
     """
-    A Hub on loopback (tests/loopback_hub.py), as a function that runs code in a process of its own, which knows that Hub alone:
-    `hub(code, *args, token=hub.owner_token, home="home")`. A home keeps what was downloaded for later processes.
+    Start the Hub of tests/helpers/loopback_hub.py and return a function that runs code in a new process with it.
+
+    Call `hub(code, *args, token=hub.owner_token, home="home")`. Processes with the same home share downloads.
     """
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("loopback_hub.py"))], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__).parent / "helpers" / "loopback_hub.py")], stdout=subprocess.PIPE, text=True
     )
     url = server.stdout.readline().strip()
 
     def run(code, *args, token=None, home="home", **options):
         env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / home), "HF_TOKEN": token or run.owner_token}
         env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        env["OMP_NUM_THREADS"] = "1"  # threads only get in each other's way in tiny models
+        env["OMP_NUM_THREADS"] = "1"  # more threads slow tiny models down
         return in_fresh_process(code, *args, **{**env, **options})
 
     run.owner_token = "hf_ownerOwnerOwnerOwnerOwnerOwner"
@@ -473,13 +475,13 @@ def _make_network(folder: Path, **config) -> Path:
 
 @pytest.fixture
 def make_network():
-    """`make_network(folder, **config)`: a ViT and its image processor, whose features images are compared by."""
+    """Return a function that saves a feature network, a ViT with its image processor, to a folder."""
     return _make_network
 
 
 @pytest.fixture(scope="session")
 def network(tmp_path_factory) -> Path:
-    """A folder with such a ViT, of 16 features."""
+    """Return the folder of a feature network with 16 features."""
     return _make_network(tmp_path_factory.mktemp("networks") / "tiny-vit")
 
 
@@ -495,7 +497,7 @@ def kind(request):
 
 @pytest.fixture
 def draw():
-    """`draw(pipe)`: an image, from the same noise each time."""
+    """Return a function that samples an image from the same noise each time."""
 
     def run(pipe, prompt="a red circle"):
         generator = torch.Generator().manual_seed(0)
@@ -506,7 +508,7 @@ def draw():
 
 @pytest.fixture
 def predict():
-    """`predict(pipe, arguments)`: what the U-Net says of the same latents each time."""
+    """Return a function that runs the U-Net of a pipeline on the same latents each time."""
 
     def run(pipe, arguments):
         generator = torch.Generator().manual_seed(0)

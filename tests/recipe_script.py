@@ -1,4 +1,4 @@
-"""What a training script of diffusers does around its loop, with the lines of docs/diffusers_training_scripts.md."""
+"""The loop of a diffusers training script, with the lines of docs/diffusers_training_scripts.md."""
 
 import os
 import sys

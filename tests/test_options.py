@@ -87,7 +87,7 @@ def test_rejects_values_out_of_bounds(changes, message):
     ("words", "message"),
     [
         (["--rate", "2"], "prog: --rate must be a number, above 0 and at most 1, got 2.0"),
-        (["--outer_mode", "slwo"], "prog: argument --outer_mode: invalid choice: 'slwo'"),
+        (["--outer_mode", "slwo"], "prog: --outer_mode must be one of fast, slow, got 'slwo' (did you mean 'slow'?)"),
         (["--stesp", "2"], "prog: unknown argument '--stesp' (did you mean '--steps'?)"),
         (["--steps", "two"], "prog: argument --steps: invalid int value: 'two'"),
     ],

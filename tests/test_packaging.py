@@ -1,4 +1,4 @@
-"""The wheel holds all that the package is, and importing it costs what diffusers costs."""
+"""The wheel is complete, and importing the package is cheap."""
 
 import ast
 import shutil
@@ -15,9 +15,9 @@ import scalelong_diffusers
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     root, folder = Path(__file__).parent.parent, tmp_path_factory.mktemp("wheel")
-    # A copy, since building leaves files behind; what is hidden (.venv, .git) or was built before is left out.
-    left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "runs")
-    source = shutil.copytree(root, folder / "source", ignore=left_out)
+    # Build a copy without hidden folders and earlier builds, since building leaves files behind.
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "runs")
+    source = shutil.copytree(root, folder / "source", ignore=ignored)
     build = [
         sys.executable,
         "-m",
@@ -35,7 +35,7 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-# Folders of the checkout, and where they are in the wheel.
+# Folders of the checkout and their places in the wheel.
 SOURCES = {
     "scalelong_diffusers": "scalelong_diffusers",
     "pipelines": "scalelong_diffusers/pipelines",
@@ -44,7 +44,7 @@ SOURCES = {
 
 
 def modules_in_the_checkout(root: Path) -> set[str]:
-    """Their places in the wheel."""
+    """Return the paths in the wheel of all modules of the checkout."""
     return {
         f"{packaged}/{file.relative_to(root / folder).as_posix()}"
         for folder, packaged in SOURCES.items()
@@ -52,7 +52,8 @@ def modules_in_the_checkout(root: Path) -> set[str]:
     }
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel, project_root):
+@pytest.mark.slow
+def test_wheel_contains_every_module_and_nothing_else(wheel, project_root):
     names = set(zipfile.ZipFile(wheel).namelist())
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == modules_in_the_checkout(project_root) | {"scalelong_diffusers/py.typed"}
@@ -60,7 +61,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel, project_root):
     assert f"{info}/licenses/LICENSE" in names
 
 
-def test_the_wheel_installed_elsewhere_imports_everything(wheel, project_root, in_fresh_process, tmp_path):
+@pytest.mark.slow
+def test_wheel_imports_outside_the_checkout(wheel, project_root, in_fresh_process, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     modules = [name[:-3].replace("/", ".") for name in modules_in_the_checkout(project_root)]
     modules = [name.removesuffix(".__init__") for name in modules]
@@ -77,7 +79,8 @@ for name in scalelong_diffusers.__all__:
     in_fresh_process(code, tmp_path / "site")
 
 
-def test_importing_the_package_brings_in_no_other_library(in_fresh_process):
+@pytest.mark.slow
+def test_import_loads_no_other_library(in_fresh_process):
     code = """
 import sys
 import torch, diffusers
@@ -92,7 +95,7 @@ print(*sorted(name for name in sys.modules if name.startswith("scalelong_diffuse
     assert "scalelong_diffusers.models.unets" not in own
 
 
-def test_what_is_public_is_named_once_for_people_and_once_for_type_checkers(project_root):
+def test_type_checkers_see_all_public_names(project_root):
     tree = ast.parse((project_root / "scalelong_diffusers" / "__init__.py").read_text())
     (checked,) = (node for node in tree.body if isinstance(node, ast.If))
     names = {alias.name for node in checked.body for alias in node.names}
@@ -102,8 +105,8 @@ def test_what_is_public_is_named_once_for_people_and_once_for_type_checkers(proj
         _ = scalelong_diffusers.ScaleLongUNet
 
 
-def test_diffusers_knows_our_library():
-    """The one thing of diffusers that is not public: without it, pipelines do not load from the Hub."""
+def test_diffusers_can_load_our_classes():
+    """Pipelines load from the Hub only if this private table of diffusers has an entry for our library."""
     from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 
     assert LOADABLE_CLASSES["scalelong_diffusers"] == {"ModelMixin": ["save_pretrained", "from_pretrained"]}

@@ -21,7 +21,8 @@ from scalelong_diffusers import (
     set_skip_scaling_strength,
     skip_connections,
 )
-from scalelong_diffusers.models.skips import SkipHook, UpBlockSkips
+from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.models.skips import SkipHook, SkipLayout, UpBlockSkips
 
 
 LS = {"method": "ls", "reduction": 4}
@@ -156,7 +157,7 @@ class TestStrength:
     def test_bad_values_change_nothing(self, ddpm):
         model = ddpm.build_scaled("cs")
         before = snapshot(model)
-        for strength in (-0.1, 1.1, float("nan"), "half", None):
+        for strength in (-0.1, 1.1, float("nan"), "half"):
             with pytest.raises(UserError, match="strength must be a number, at least 0 and at most 1, got"):
                 set_skip_scaling_strength(model, strength)
         assert_untouched(model, before)
@@ -358,6 +359,23 @@ class TestOtherModels:
         if class_name == "DreamLiteUNetModel":  # its separable convolutions have no weight of their own
             assert not hasattr(model.up_blocks[0].resnets[0].conv2, "weight")
         assert_scales(model, ScaleLongOther, 4, tmp_path)
+
+    def test_layout_that_finds_no_skips(self, ddpm):
+        class NoSkips(SkipLayout):
+            def find(self, model):
+                return []
+
+        class ScaleLongMyUNet(SkipScalingMixin, UserModels.Plain):
+            skip_layout = NoSkips()
+
+        with pytest.raises(UserError, match="this model has no long skips"):
+            ScaleLongMyUNet(8)
+
+    def test_finds_scaled_classes_by_name(self):
+        for name in ("UNet2DModel", "ScaleLongUNet2DModel"):
+            assert scaled_class_by_name(name) is ScaleLongUNet2DModel
+        assert scaled_class_by_name("UViTModel") is scalelong_diffusers.UViTModel
+        assert scaled_class_by_name("DiTTransformer2DModel") is None
 
     def test_class_without_a_layout(self):
         with pytest.raises(TypeError, match="ScaleLongNothing needs a skip_layout, for example an UpBlockSkips"):

@@ -57,13 +57,10 @@ def test_normal_has_the_moments_of_the_normal_distribution():
 
 def test_normal_is_independent_between_entries_samples_purposes_and_streams():
     noise = normal(keys_of(2000), "noise", (6,)).double()
-    columns = [
-        noise,
-        normal(keys_of(2000), "latents", (6,)).double(),
-        normal(keys_of(2000, "b"), "noise", (6,)).double(),
-    ]
-    columns.append(noise.roll(1, 0))  # of the previous sample
-    values = torch.cat(columns, dim=1).T
+    other_purpose = normal(keys_of(2000), "latents", (6,)).double()
+    other_stream = normal(keys_of(2000, "validation"), "noise", (6,)).double()
+    previous_sample = noise.roll(1, 0)
+    values = torch.cat([noise, other_purpose, other_stream, previous_sample], dim=1).T
     for moments in (values, values**2):
         assert torch.corrcoef(moments).fill_diagonal_(0).abs().max() < 5 / math.sqrt(2000)
 

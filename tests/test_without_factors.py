@@ -1,13 +1,12 @@
-"""Constant scaling is an initialisation, a rate, an eps and a weight decay of a plain model's weights: part D of the
-convergence benchmark, where both are the same training."""
+"""CS equals a plain model with other initial weights, learning rate, eps and weight decay (part D)."""
 
-import argparse
 import copy
 
 import pytest
 import torch
 
 from scalelong_diffusers import UViTModel, skip_connections
+from scalelong_diffusers.training import make_config
 
 
 ADAM = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.3, "eps": 1e-3}
@@ -16,15 +15,14 @@ ADAM = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.3, "eps": 1e-3}
 @pytest.fixture
 def without_factors(project_root, monkeypatch):
     monkeypatch.syspath_prepend(str(project_root / "benchmarks"))
-    from without_factors import without_factors
+    from without_factors import EquivalentConfig, without_factors
 
     def run(model, of_cs):
         model = copy.deepcopy(model)
         names = {"learning_rate": "lr", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}
-        adam = {name: ADAM[key] for name, key in names.items()} | dict(
-            zip(("adam_beta1", "adam_beta2"), ADAM["betas"])
-        )
-        optimizer = without_factors(model, argparse.Namespace(of_cs=of_cs, **adam))
+        options = {name: ADAM[key] for name, key in names.items()}
+        options |= dict(zip(("adam_beta1", "adam_beta2"), ADAM["betas"]))
+        optimizer = without_factors(model, make_config(EquivalentConfig, of_cs=of_cs, **options))
         assert all(skip.factor == 1 for skip in skip_connections(model))
         return train(model, optimizer)
 
@@ -39,7 +37,7 @@ def scaled():
 
 
 def train(model, optimizer):
-    """The losses of some steps."""
+    """Train for some steps and return the losses."""
     torch.manual_seed(1)
     losses = []
     for _ in range(12):
@@ -52,13 +50,15 @@ def train(model, optimizer):
     return losses
 
 
-def test_both_are_constant_scaling(without_factors, scaled):
+def test_both_parts_together_equal_constant_scaling(without_factors, scaled):
     losses = without_factors(scaled, "both")
-    assert losses == pytest.approx(train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM)), abs=1e-10)
+    assert losses == pytest.approx(
+        train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM, fused=True)), abs=1e-10
+    )
 
 
 @pytest.mark.parametrize("of_cs", ["init", "rate"])
-def test_one_alone_is_not(without_factors, scaled, of_cs):
+def test_one_part_alone_differs(without_factors, scaled, of_cs):
     losses = without_factors(scaled, of_cs)
-    cs = train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM))
+    cs = train(scaled, torch.optim.AdamW(scaled.parameters(), **ADAM, fused=True))
     assert abs(losses[-1] - cs[-1]) > 1e-5

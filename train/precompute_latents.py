@@ -20,7 +20,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.options import option
 from scalelong_diffusers.processes import processes
 from scalelong_diffusers.training.precomputing import DTYPES, Encoders, PrecomputedWriter
-from scalelong_diffusers.training.script import run_script
+from scalelong_diffusers.training.script import TrainingStopped, run_script
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,12 @@ def main(argv: Sequence[str] | None = None):
     options.add_options(parser, PrecomputeConfig)
     held_out_in_training = ("precomputed_dir", "max_train_samples", "validation_size")
     options.add_options(parser, DataConfig, "data", without=held_out_in_training)
-    precompute(options.parse_options(parser, PrecomputeConfig, argv))
+    config = options.parse_options(parser, PrecomputeConfig, argv)
+    try:
+        precompute(config)
+    except KeyboardInterrupt as error:
+        message = "interrupted; run the same command again to resume"
+        raise TrainingStopped(message, exit_code=130, on_all_processes=True) from error
     processes().destroy_process_group()
 
 

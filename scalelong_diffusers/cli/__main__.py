@@ -1,4 +1,4 @@
-"""`python -m scalelong_diffusers.cli`, which `accelerate launch -m` needs."""
+"""Lets `python -m scalelong_diffusers.cli` and `accelerate launch -m scalelong_diffusers.cli` run the command."""
 
 import sys
 

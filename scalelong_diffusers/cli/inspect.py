@@ -1,7 +1,8 @@
-"""A model without its weights, from its config alone, so that it can be looked at in seconds."""
+"""`scalelong inspect` lists the long skip connections of a model and their factors, without loading its weights."""
 
-import os
-from collections.abc import Mapping
+import argparse
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,61 +11,86 @@ from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
 import scalelong_diffusers.models.unets
-import scalelong_diffusers.models.uvit  # noqa: F401  these define the classes that are looked up by name
+import scalelong_diffusers.models.uvit  # noqa: F401  these modules define the classes that are found by name
+from scalelong_diffusers.cli.flags import use_cache_if_offline
 from scalelong_diffusers.download import HubUnreachable, read_json
-from scalelong_diffusers.models.mixin import SkipScalingMixin, not_scalable_message, plain_class
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.options import add_options
+from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.scaling import SkipScalingConfig
 
 
-def model_skeleton(source: str, skip_scaling: Mapping[str, Any] | None = None) -> nn.Module:
+def add_command(commands: argparse._SubParsersAction):
+    parser = commands.add_parser("inspect", help="list the long skip connections of a model and their factors")
+    parser.add_argument("model", help="a model or pipeline: a local folder or an id on the Hub")
+    add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    use_cache_if_offline(arguments.model)
+    config = SkipScalingConfig.from_flags(vars(arguments))
+    skips = skip_connections(model_skeleton(arguments.model, config))
+    if arguments.json:
+        rows = [dataclasses.asdict(skip) for skip in skips]
+        print(json.dumps({"skip_scaling": skips.config.to_dict(), "parameters": skips.parameters, "skips": rows}))
+    else:
+        print(skips)
+    return 0
+
+
+def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -> nn.Module:
     """
-    The model of a folder or Hub id on the meta device; of a pipeline the one whose long skips can be scaled.
+    Build the scalable model of a folder or Hub id on the meta device.
 
-    `skip_scaling` replaces the one in the model's config.
+    Args:
+        source: a model, or a pipeline with one.
+        skip_scaling: replaces the skip scaling in the model's config.
     """
     config = _load_model_config(source)
     if "_class_name" not in config:
-        raise ValueError(f"{source}: its {ModelMixin.config_name} has no '_class_name' and is not that of a model")
-    model_class = _scalable_class(config["_class_name"])
+        raise UserError(f"{source} is not a model: its {ModelMixin.config_name} has no '_class_name'")
+    model_class = scaled_class_by_name(config["_class_name"])
     if model_class is None:
-        raise ValueError(f"{source}: {not_scalable_message(config['_class_name'])}")
+        raise UserError(f"{source}: {config['_class_name']} has no long skip connections that can be scaled")
     replaced = {} if skip_scaling is None else {"skip_scaling": skip_scaling}
     with torch.device("meta"):
         return model_class.from_config(config, **replaced)
 
 
 def _load_model_config(source: str) -> dict[str, Any]:
-    """`config.json` of a model, or of the component of a pipeline that can be scaled."""
+    """Return the config of a model, or of the component of a pipeline that can be scaled."""
     config = _read_json(source, ModelMixin.config_name)
     if config is not None:
         return config
-    index = _read_json(source, DiffusionPipeline.config_name)
+    index = read_json(source, DiffusionPipeline.config_name)
     if index is None:
-        # As in a checkpoint of a training run.
-        within = Path(source, "unet")
-        hint = f"; {within} is a model" if (within / ModelMixin.config_name).is_file() else ""
-        raise ValueError(
-            f"{source} is neither a model nor a pipeline: it has no {ModelMixin.config_name} and no "
-            f"{DiffusionPipeline.config_name}{'' if os.path.isdir(source) else ' that can be reached'}{hint}"
+        raise UserError(
+            f"{source} is not a model or a pipeline: it has no {ModelMixin.config_name} and no "
+            f"{DiffusionPipeline.config_name}{_advice(Path(source))}"
         )
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     for name, class_name in components.items():
-        if _scalable_class(class_name):
-            config = _read_json(source, f"{name}/{ModelMixin.config_name}")
+        if class_name and scaled_class_by_name(class_name):
+            config = read_json(source, f"{name}/{ModelMixin.config_name}")
             if config is None:
-                raise ValueError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline names")
+                raise UserError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline needs")
             return config
-    held = ", ".join(class_name for class_name in components.values() if class_name)
-    raise ValueError(f"{source}: none of its components ({held}) has long skips to scale")
+    names = ", ".join(class_name for class_name in components.values() if class_name)
+    raise UserError(f"{source}: none of its components ({names}) has long skip connections that can be scaled")
 
 
 def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """As `read_json`, but None also where the Hub can not be reached: the cache may have the other file."""
+    """Return a JSON file, or None if it does not exist or is not in the cache of an unreachable Hub."""
     try:
         return read_json(source, name)
     except HubUnreachable:
         return None
 
 
-def _scalable_class(name: str) -> type | None:
-    """A scaled class by its own name or by that of the diffusers class it stands on."""
-    return next((c for c in SkipScalingMixin.__subclasses__() if name in (c.__name__, plain_class(c).__name__)), None)
+def _advice(folder: Path) -> str:
+    """Return advice for a checkpoint, whose model is in a subfolder."""
+    model = folder / "unet"
+    return f"; inspect {model} instead" if (model / ModelMixin.config_name).is_file() else ""

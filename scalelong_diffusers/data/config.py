@@ -9,8 +9,13 @@ from scalelong_diffusers.options import check_options, option
 
 INTERPOLATION_MODES = ("lanczos", "bicubic", "bilinear", "hamming", "box")
 _SOURCES = ("dataset_name", "train_data_dir", "precomputed_dir")
-_HUB_ONLY = ("dataset_config_name", "dataset_revision")
-_DATASET_ONLY = ("image_column", "label_column", "caption_column", "cache_dir")
+_DATASETS = ("dataset_name", "train_data_dir")
+# Fields that have an effect only with one of these.
+_NEEDS = {
+    "dataset_config_name": ("dataset_name",),
+    "dataset_revision": ("dataset_name",),
+    **dict.fromkeys(("streaming", "image_column", "label_column", "caption_column", "cache_dir"), _DATASETS),
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,6 @@ class DataConfig:
         given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"{given[0]} and {given[1]} are both given; choose one of them")
-        is_dataset = self.dataset_name is not None or self.train_data_dir is not None
-        if self.streaming and not is_dataset:
-            raise UserError("streaming needs dataset_name or train_data_dir")
-        for name in _HUB_ONLY:
-            if getattr(self, name) is not None and self.dataset_name is None:
-                raise UserError(f"{name}={getattr(self, name)} needs dataset_name")
-        for name in _DATASET_ONLY:
-            if getattr(self, name) is not None and not is_dataset:
-                raise UserError(f"{name}={getattr(self, name)} needs dataset_name or train_data_dir")
+        for name, needed in _NEEDS.items():
+            if getattr(self, name) and not set(needed) & set(given):
+                raise UserError(f"{name} needs {' or '.join(needed)}")

@@ -1,6 +1,5 @@
 """Decode image files and bring them to the size and channels of the model."""
 
-import os
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -14,8 +13,6 @@ from scalelong_diffusers.errors import UserError
 
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# Files that `scalelong sample` writes next to its images: their settings, and an overview that is not a sample.
-SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
 
 
 class UnreadableImage(UserError):
@@ -23,12 +20,6 @@ class UnreadableImage(UserError):
 
     def with_skip_advice(self) -> "UnreadableImage":
         return UnreadableImage(f"{self}; on_bad_image='skip' leaves it out")
-
-
-def is_sample_grid(file: str | os.PathLike) -> bool:
-    """Return whether a file is the overview that `scalelong sample` writes next to its images."""
-    folder, name = os.path.split(file)
-    return name == SAMPLE_GRID and os.path.isfile(os.path.join(folder, SAMPLE_SETTINGS))
 
 
 def read_image(file: str | bytes) -> Image.Image:
@@ -44,8 +35,6 @@ def read_image(file: str | bytes) -> Image.Image:
             return _with_eight_bits(image)
     except MemoryError:
         raise
-    except FileNotFoundError as error:
-        raise UserError("the file does not exist") from error
     except Image.UnidentifiedImageError as error:
         raise UserError("not an image that Pillow can open") from error
     except Exception as error:  # Pillow's decoders raise errors of many types

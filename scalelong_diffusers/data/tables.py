@@ -18,10 +18,11 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.images import UnreadableImage, is_sample_grid, read_image
+from scalelong_diffusers.data.images import UnreadableImage, read_image
 from scalelong_diffusers.download import hub_errors
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import checksum
+from scalelong_diffusers.pipelines.sampling import is_sample_grid
 
 
 COLUMNS = {

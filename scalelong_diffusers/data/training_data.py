@@ -23,7 +23,7 @@ class TrainingData:
 
     Args:
         train: endless stream of training samples.
-        validation: samples for the validation loss, each of which comes once.
+        validation: samples for the validation loss. Each comes once.
         channels: channels of the images: 1, 3, or 4 (RGBA).
         num_classes: number of classes, None if labels are not needed.
         class_names: names of the classes, None if they are plain numbers.

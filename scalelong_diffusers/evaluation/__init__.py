@@ -1,10 +1,15 @@
-"""Images become figures: how far they are from those of a data set."""
+"""FID and KID: how far images are from the images of a dataset."""
 
 from scalelong_diffusers.evaluation.evaluate import evaluate_images, feature_statistics, reference_statistics
 from scalelong_diffusers.evaluation.image_files import ImageFiles
-from scalelong_diffusers.evaluation.metrics import METRICS, frechet_distance, kernel_distance, sample_size_warnings
+from scalelong_diffusers.evaluation.metrics import (
+    METRICS,
+    MissingPackage,
+    frechet_distance,
+    kernel_distance,
+    sample_size_warnings,
+)
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.packages import MissingPackage
 from scalelong_diffusers.evaluation.reference import Reference, open_reference
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics
 

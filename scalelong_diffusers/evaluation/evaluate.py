@@ -1,4 +1,4 @@
-"""Figures of a set of images, for the command and for training alike."""
+"""Compute the metrics of a set of images, for `scalelong evaluate` and for training."""
 
 import math
 import sys
@@ -11,7 +11,8 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from scalelong_diffusers.evaluation.metrics import METRICS, check_metrics, distances, sample_size_warnings
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.evaluation.metrics import METRICS, distances, sample_size_warnings
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.evaluation.reference import Reference
 from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
@@ -19,36 +20,41 @@ from scalelong_diffusers.processes import processes, run_on_all_processes
 
 
 def feature_statistics(
-    images: Iterable[torch.Tensor], features: FeatureExtractor, about: dict[str, Any] | None = None
+    images: Iterable[torch.Tensor], extractor: FeatureExtractor, about: dict[str, Any] | None = None
 ) -> FeatureStatistics:
     """
-    Of batches of uint8 images (batch, 3, height, width). Where there are several processes, each gives those of its
-    share, every `num_processes`-th, and all are returned the statistics of all images.
+    Return the statistics of batches of uint8 images (batch, 3, height, width).
+
+    With several processes, each passes every `num_processes`-th batch, and all return the statistics of all images.
     """
-    moments = Moments(features.num_features)
+    moments = Moments(extractor.num_features)
 
-    def look_at_share():
+    def add_share():
         for batch in images:
-            moments.add(features(batch))
+            moments.add(extractor(batch))
 
-    run_on_all_processes(look_at_share)
-    n, mean, covariance, kept = moments.finish()
-    return FeatureStatistics(mean, covariance, kept, n, features.name, features.fingerprint, about or {})
+    run_on_all_processes(add_share)
+    n, mean, covariance, features = moments.finish()
+    return FeatureStatistics(mean, covariance, features, n, extractor.name, extractor.fingerprint, about or {})
 
 
 def reference_statistics(
-    reference: Reference, features: FeatureExtractor, cache_dir: Path, batch_size: int = 64
+    reference: Reference, extractor: FeatureExtractor, cache_dir: Path, batch_size: int = 64
 ) -> tuple[FeatureStatistics, Path]:
     """
-    The statistics of a data set and the file that keeps them: read from there where they were computed before. A file
-    that can not be written after all leaves a warning.
+    Return the statistics of a dataset and their file in the cache, from which they are read if it exists.
+
+    If the file cannot be written, this prints a warning.
     """
     team = processes()
-    file = cache_dir / "statistics" / f"{reference.fingerprint(features)}.safetensors"
-    # On several machines all compute where one lacks the file: none can do it alone.
+    file = cache_dir / "statistics" / f"{reference.fingerprint(extractor)}.safetensors"
+    # If one of several machines lacks the file, all compute the statistics together.
     if all(gather_object([file.is_file()])):
         return FeatureStatistics.load(file), file
-    file.parent.mkdir(parents=True, exist_ok=True)  # which is refused before the long part
+    try:  # before the long computation, not after
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder for statistics cannot be created: {error}; give another cache_dir") from error
     transform = reference.transform
     about = {
         "reference": reference.description,
@@ -60,78 +66,77 @@ def reference_statistics(
     unreadable: set[str] = set()
     share = reference.batches(batch_size, team.num_processes, team.process_index, unreadable)
     share = with_progress(share, len(reference), batch_size, "features of the reference")
-    statistics = feature_statistics(share, features, about)
+    statistics = feature_statistics(share, extractor, about)
     statistics.about["unreadable"] = len(set(gather_object(list(unreadable))))
     if team.is_local_main_process:
         try:
             statistics.save(file)
-        except (OSError, SafetensorError) as error:  # hours may be in them, and they serve this time
-            tqdm.write(f"warning: the statistics of the reference are not kept: {error}", file=sys.stderr)
+        except (OSError, SafetensorError) as error:  # they took long, and can still be used now
+            tqdm.write(f"warning: the statistics of the reference cannot be saved: {error}", file=sys.stderr)
     team.wait_for_everyone()
     return statistics, file
 
 
-def with_progress(share: Iterable[torch.Tensor], n: int, batch_size: int, what: str) -> Iterator[torch.Tensor]:
-    """A bar with the time left, of the main process's share of n images."""
+def with_progress(share: Iterable[torch.Tensor], n: int, batch_size: int, label: str) -> Iterator[torch.Tensor]:
+    """Wrap the batches of one process in a progress bar, which the main process shows."""
     team = processes()
     total = math.ceil(n / (batch_size * team.num_processes))
     layout = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-    yield from tqdm(share, what, total, disable=not team.is_main_process, bar_format=layout)
+    yield from tqdm(share, label, total, disable=not team.is_main_process, bar_format=layout)
 
 
 def evaluate_images(
     images: Iterable[torch.Tensor],
     reference: FeatureStatistics,
-    features: FeatureExtractor,
+    extractor: FeatureExtractor,
     metrics: Sequence[str] = METRICS,
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    The figures of batches of uint8 images (batch, 3, height, width), and warnings of what they are not good for.
+    Return the metrics of batches of uint8 images (batch, 3, height, width), and warnings about their limitations.
 
-    Where there are several processes, each gives every `num_processes`-th batch, and all are returned the same.
+    With several processes, each passes every `num_processes`-th batch, and all return the same.
 
     ```python
-    features = load_features("facebook/dinov2-small")
-    reference, _ = reference_statistics(open_reference("shapes", 32, 3), features, cache_dir)
-    evaluate_images(batches, reference, features)["fid"]
+    extractor = load_features("facebook/dinov2-small")
+    reference, _ = reference_statistics(open_reference("shapes", 32, 3), extractor, cache_dir)
+    evaluate_images(batches, reference, extractor)["fid"]
     ```
     """
-    check_metrics(metrics)
-    check_features(reference, features)
-    statistics = feature_statistics(images, features)
-    figures = distances(metrics, reference, statistics, seed)
-    return {**figures, "n": statistics.n, "warnings": evaluation_warnings(metrics, statistics.n, reference)}
+    check_features(reference, extractor)
+    statistics = feature_statistics(images, extractor)
+    values = distances(metrics, reference, statistics, seed)
+    return {**values, "n": statistics.n, "warnings": evaluation_warnings(metrics, statistics.n, reference)}
 
 
 def evaluation_warnings(metrics: Sequence[str], n: int, reference: FeatureStatistics) -> list[str]:
-    """What is to be said of the figures of n images."""
+    """Return warnings about metrics of n images."""
     warnings = sample_size_warnings(metrics, n, reference.num_features)
     if reference.n is not None and reference.n < n:
         warnings += sample_size_warnings(metrics, reference.n, reference.num_features, "reference images")
     if unreadable := reference.about.get("unreadable"):
         warnings.append(
-            f"{unreadable:,} of the {reference.n:,} reference images can not be used: others stand in their place, "
-            "and count twice"
+            f"{unreadable:,} of the {reference.n:,} reference images are unreadable: others replace them and count "
+            "twice"
         )
     return warnings
 
 
-def check_features(reference: FeatureStatistics, features: FeatureExtractor):
-    """Refuse statistics of another network."""
-    if reference.features_fingerprint != features.fingerprint or reference.num_features != features.num_features:
-        raise ValueError(
-            f"the statistics of the reference are of the features {reference.features!r} "
-            f"({reference.features_fingerprint}, {reference.num_features:,} of them), and those asked for are "
-            f"{features.name!r} ({features.fingerprint}, {features.num_features:,} of them)"
+def check_features(reference: FeatureStatistics, extractor: FeatureExtractor):
+    """Reject statistics of another feature network."""
+    if (reference.network_fingerprint, reference.num_features) != (extractor.fingerprint, extractor.num_features):
+        raise UserError(
+            f"the statistics of the reference have {reference.num_features:,} features of {reference.network!r} "
+            f"({reference.network_fingerprint}), but the feature network is {extractor.name!r} "
+            f"({extractor.fingerprint}) with {extractor.num_features:,}"
         )
 
 
 def check_size(reference: FeatureStatistics, file: str, width: int, height: int):
-    """Refuse statistics of images of another size."""
+    """Reject statistics of images of another size."""
     resolution = reference.about.get("resolution")
     if resolution is not None and (width, height) != (resolution, resolution):
-        raise ValueError(
-            f"{file} has statistics of images of {resolution} x {resolution} pixels, and the images that are judged "
-            f"have {width} x {height}"
+        raise UserError(
+            f"{file} has statistics of images with {resolution} x {resolution} pixels, but the evaluated images have "
+            f"{width} x {height}"
         )

@@ -1,9 +1,9 @@
-"""What is kept of a set of images: the Gaussian of their features, and some of the features themselves."""
+"""Statistics of image features: mean and covariance for FID, and some of the features for KID."""
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,40 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import atomic_write
 
-FORMAT_VERSION = 1
+
+FORMAT_VERSION = 2
 SUFFIXES = (".safetensors", ".npz")
-# KID compares a hundred draws of a thousand features; those of all of ImageNet would fill 10 GB.
+# KID compares 100 samples of 1,000 features. The features of all ImageNet images would fill 10 GB.
 KEPT_FEATURES = 10_000
-_OF_INCEPTION = 2048
+
+INCEPTION = "inception"
+# The network of the FID paper, as torch-fidelity converted it from TensorFlow. Its weights never change.
+INCEPTION_FINGERPRINT = "inception-v3-compat-2048"
+INCEPTION_FEATURES = 2048
 
 
 @dataclass(frozen=True)
 class FeatureStatistics:
     """
+    Statistics of the features of a set of images.
+
     Args:
-        mean, covariance: of the features, in float64; the covariance is the unbiased one.
-        kept: the features of the first images, which KID compares; None where only the Gaussian is known.
-        n: how many images there were; None where a file does not say.
-        features: the name of the network that they are of, and `features_fingerprint` a checksum of its weights.
-        about: what else is to be known of the images, such as their resolution.
+        mean, covariance: float64; the covariance is unbiased.
+        features: features of the first images, for KID; None if only mean and covariance are known.
+        n: number of images; None if a file does not tell.
+        network: name of the feature network, and `network_fingerprint` a checksum of its weights.
+        about: facts about the images, such as their resolution.
     """
 
     mean: torch.Tensor = field(repr=False)
     covariance: torch.Tensor = field(repr=False)
-    kept: torch.Tensor | None = field(repr=False)
+    features: torch.Tensor | None = field(repr=False)
     n: int | None
-    features: str
-    features_fingerprint: str
+    network: str
+    network_fingerprint: str
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -45,79 +54,67 @@ class FeatureStatistics:
         return len(self.mean)
 
     def save(self, file: str | os.PathLike):
-        """Written aside and renamed, so that a file with that name is always whole."""
+        """Write a `.safetensors` file atomically."""
         file = Path(file)
         file.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {"mean": self.mean, "covariance": self.covariance}
-        if self.kept is not None:
-            tensors["features"] = self.kept
-        told = {
+        tensors = {"mean": self.mean, "covariance": self.covariance, "features": self.features}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        facts = {
             "version": FORMAT_VERSION,
             "n": self.n,
-            "features": self.features,
-            "features_fingerprint": self.features_fingerprint,
+            "network": self.network,
+            "network_fingerprint": self.network_fingerprint,
             "about": self.about,
         }
-        # Several runs may write the same file at the same time.
-        part = file.with_name(f".{file.name}.{os.getpid()}.part")
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, part, {"scalelong": json.dumps(told)}
-        )
-        os.replace(part, file)
+        atomic_write(file, lambda partial: save_file(tensors, partial, {"scalelong": json.dumps(facts)}))
 
     @classmethod
     def load(cls, file: str | os.PathLike) -> "FeatureStatistics":
-        """What `save` wrote, or the `mu` and `sigma` of an `.npz` as they are published of Inception's features."""
+        """Read a file that `save` wrote, or an `.npz` with `mu` and `sigma` as published for Inception."""
+        suffix = Path(file).suffix
+        if suffix not in SUFFIXES:
+            raise UserError(f"a file of statistics must end in {' or '.join(SUFFIXES)}, got {file}")
         if not os.path.isfile(file):
-            raise FileNotFoundError(f"there is no file {file} of statistics")
-        if Path(file).suffix not in SUFFIXES:
-            raise ValueError(f"{file} is no file of statistics, whose names end in {' or '.join(SUFFIXES)}")
+            raise UserError(f"the file of statistics {file} does not exist")
         try:
-            statistics = cls._load_npz(file) if Path(file).suffix == ".npz" else cls._load_safetensors(file)
+            statistics = cls._load_npz(file) if suffix == ".npz" else cls._load_safetensors(file)
             statistics._check()
             return statistics
-        except Exception as error:  # numpy, zipfile and zlib raise whatever they stumble over
-            raise ValueError(f"{file} holds no statistics of features, or is damaged: {error}") from error
+        except Exception as error:  # numpy, zipfile and zlib raise many kinds of errors for damaged files
+            raise UserError(f"{file} is damaged or not a file of statistics: {error}") from error
 
     @classmethod
     def _load_safetensors(cls, file: str | os.PathLike) -> "FeatureStatistics":
         with safe_open(file, "pt") as opened:
-            told = json.loads((opened.metadata() or {})["scalelong"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-        if told.pop("version") > FORMAT_VERSION:
-            raise ValueError("a newer version of scalelong-diffusers wrote it")
-        return cls(tensors["mean"], tensors["covariance"], tensors.get("features"), **told)
+            facts = json.loads((opened.metadata() or {})["scalelong"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        if (version := facts.pop("version")) != FORMAT_VERSION:
+            raise UserError(f"it has format version {version}, and this package reads version {FORMAT_VERSION}")
+        return cls(tensors["mean"], tensors["covariance"], tensors.get("features"), **facts)
 
     @classmethod
     def _load_npz(cls, file: str | os.PathLike) -> "FeatureStatistics":
-        from scalelong_diffusers.evaluation.networks import INCEPTION, INCEPTION_FINGERPRINT
-
         with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            if not {"mu", "sigma"} <= set(arrays):
-                raise ValueError(f"it has the arrays {', '.join(arrays)}, and statistics are 'mu' and 'sigma'")
             mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
-        if mean.shape != (_OF_INCEPTION,):
-            raise ValueError(
-                f"an .npz is of Inception's {_OF_INCEPTION:,} features, and its 'mu' has {mean.numel():,}"
-            )
+        if mean.shape != (INCEPTION_FEATURES,):
+            raise UserError(f"'mu' must have the {INCEPTION_FEATURES:,} features of Inception, got {mean.numel():,}")
         return cls(mean, covariance, None, None, INCEPTION, INCEPTION_FINGERPRINT)
 
     def _check(self):
-        shape = (self.num_features, self.num_features)
-        if self.mean.ndim != 1 or tuple(self.covariance.shape) != shape:
-            raise ValueError(
-                f"a mean of shape {tuple(self.mean.shape)} and a covariance of {tuple(self.covariance.shape)}"
+        if self.mean.ndim != 1 or self.covariance.shape != (self.num_features, self.num_features):
+            raise UserError(
+                f"its mean has shape {tuple(self.mean.shape)}, its covariance {tuple(self.covariance.shape)}"
             )
         if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
-            raise ValueError("it has numbers that are not finite")
+            raise UserError("it has numbers that are not finite")
 
 
 class Moments:
     """
-    Gathers features batch by batch, in float64.
+    Collects features batch by batch, in float64.
 
-    Where there are several processes, each is given every `num_processes`-th batch, and `finish` gives all of them the
-    statistics of the whole set, the kept features in its order.
+    With several processes, each adds every `num_processes`-th batch, and `finish` returns the statistics of all
+    batches in all processes.
     """
 
     def __init__(self, num_features: int):
@@ -127,7 +124,7 @@ class Moments:
         self._kept: list[torch.Tensor] = []
 
     def add(self, features: torch.Tensor):
-        """(batch, num_features)"""
+        """Add features of shape (batch, num_features)."""
         features = features.float().cpu()  # not every device has float64
         wide = features.double()
         self._sum += wide.sum(0)
@@ -137,17 +134,12 @@ class Moments:
         self.count += len(features)
 
     def finish(self) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """How many there are, their mean, their covariance, and the first of them."""
+        """Return the number of images, the mean, the covariance, and the features of the first images."""
         counts, sums, products, kept = zip(*gather_object([(self.count, self._sum, self._products, self._kept)]))
         n = sum(counts)
         if n < 2:
-            raise ValueError(f"a covariance takes two images at least, and there {'is' if n == 1 else 'are'} {n}")
+            raise UserError(f"a covariance needs at least two images, got {n}")
         mean = sum(sums) / n
         covariance = (sum(products) - n * mean.outer(mean)) / (n - 1)
-        return n, mean, covariance, torch.cat(_in_turn(kept))[:KEPT_FEATURES]
-
-
-def _in_turn(lists: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The batches in the order of the whole set, of which each process has every `num_processes`-th."""
-    longest = max(map(len, lists))
-    return [batches[turn] for turn in range(longest) for batches in lists if turn < len(batches)]
+        in_order = [batch for batch in chain.from_iterable(zip_longest(*kept)) if batch is not None]
+        return n, mean, covariance, torch.cat(in_order)[:KEPT_FEATURES]

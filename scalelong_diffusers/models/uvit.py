@@ -207,11 +207,6 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     def _time_token(self, timestep: torch.Tensor | float | int, sample: torch.Tensor) -> torch.Tensor:
         if isinstance(timestep, torch.Tensor):
-            if timestep.shape not in ((), (1,), sample.shape[:1]):
-                raise UserError(
-                    f"timestep must have shape (), (1,) or ({sample.shape[0]},), one per sample, got "
-                    f"{tuple(timestep.shape)}"
-                )
             timestep = timestep.to(sample.device, torch.float32).expand(sample.shape[0])
         else:
             timestep = torch.full(sample.shape[:1], timestep, dtype=torch.float32, device=sample.device)

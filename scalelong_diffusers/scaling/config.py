@@ -142,16 +142,14 @@ class SkipScalingConfig:
     def from_dict(cls, entry: Mapping[str, Any]) -> "SkipScalingConfig":
         """Return the config of an entry that [`to_dict`] wrote, or of a part of its fields."""
         version = entry.get("version", FORMAT_VERSION)
-        if not isinstance(version, int) or version < 1:
-            raise UserError(f"the version of skip_scaling must be an integer, at least 1, got {version!r}")
         try:
             return cls(**_known_fields(entry))
         except UserError as error:
             if version == FORMAT_VERSION:
                 raise
             raise UserError(
-                f"skip_scaling has format version {version}, but this package reads version {FORMAT_VERSION}: upgrade "
-                f"scalelong-diffusers ({error})"
+                f"skip_scaling has format version {version!r}, but this package reads version {FORMAT_VERSION}: "
+                f"upgrade scalelong-diffusers ({error})"
             ) from error
 
     @classmethod

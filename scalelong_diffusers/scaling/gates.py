@@ -112,7 +112,7 @@ class SkipScalar(nn.Module):
 
 
 def _init_uniform(parameter: torch.Tensor, fan_in: int):
-    # Equals torch's Linear init without torch.nn.init, which diffusers disables while it loads a checkpoint. The numbers
-    # are drawn on the CPU, so that they do not depend on the device.
+    # Equals torch's Linear init without torch.nn.init, which diffusers disables while it loads a checkpoint. Numbers
+    # drawn on the CPU do not depend on the device.
     bound = 1 / math.sqrt(fan_in)
     parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(-bound, bound))

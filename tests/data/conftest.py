@@ -76,8 +76,8 @@ def saved(tmp_path):
         def dataset(columns):
             return datasets.Dataset.from_dict(columns, features=features and datasets.Features(features))
 
-        whole = all(isinstance(column, list) for column in columns.values())
-        data = dataset(columns) if whole else datasets.DatasetDict({k: dataset(v) for k, v in columns.items()})
+        is_single = all(isinstance(column, list) for column in columns.values())
+        data = dataset(columns) if is_single else datasets.DatasetDict({k: dataset(v) for k, v in columns.items()})
         data.save_to_disk(tmp_path / folder)
         return tmp_path / folder
 

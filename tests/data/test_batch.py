@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from fake_cuda import fake_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalelong_diffusers.data import Batch
 from scalelong_diffusers.data.precomputed import PrecomputedDataset
 from scalelong_diffusers.randomness import normal, seed_for
-from tests.fake_cuda import fake_cuda
 
 
 def make_batch(positions, stream="train", seed=0, **columns):
@@ -59,8 +59,8 @@ class NoHostCopies(TorchDispatchMode):
 def test_draws_stay_on_the_device():
     """Access to values, such as `.item()` or `.tolist()`, fails on a fake device."""
     host = make_batch([0, 1], labels=torch.tensor([1, 2]), input_ids=torch.ones(2, 7, dtype=torch.long))
-    with fake_cuda() as mode:
-        batch = host.map(mode.from_tensor).to("cuda:0")
+    with fake_cuda():
+        batch = host.to("cuda:0")
         assert {batch[name].device.type for name in ("pixel_values", "labels", "input_ids")} == {"cuda"}
         with NoHostCopies():
             noise = batch.normal_like(batch["pixel_values"].half(), "noise")
@@ -75,9 +75,9 @@ def test_draws_stay_on_the_device():
 def test_text_states_stay_on_the_device():
     precomputed = PrecomputedDataset.__new__(PrecomputedDataset)
     host = make_batch([0, 1], text_states=torch.ones(2, 3, 4))
-    with fake_cuda() as mode:
+    with fake_cuda():
         precomputed.empty_caption = torch.zeros(3, 4, device="cpu")
-        batch = host.map(mode.from_tensor).to("cuda:0")
+        batch = host.to("cuda:0")
         precomputed.text_states(batch, batch.uniform("dropped") < 0.5)  # moves the empty caption to the device
         with NoHostCopies():
             states = precomputed.text_states(batch, batch.uniform("dropped") < 0.5)

@@ -28,9 +28,9 @@ def print_error(**settings):
 PUSH = (
     COMMON
     + """
-def table(count):
+def table(count, first=0):
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    images = [Image.new("RGB", (8, 8), (10 * i, 0, 0)) for i in range(count)]
+    images = [Image.new("RGB", (8, 8), (7 * (first + i), 0, 0)) for i in range(count)]
     return datasets.Dataset.from_dict({"img": images, "label": [i % 2 for i in range(count)]}, features=features)
 
 
@@ -49,18 +49,42 @@ with tempfile.TemporaryDirectory() as folder:
 """
 )
 
-LOAD = (
-    COMMON
-    + """
+LOAD = """
 data = load(dataset_name="tester/pets", dataset_config_name="large", dataset_revision="main", cache_dir="kept")
 print(data.description, data.train.num_samples, data.validation.num_samples, data.class_names)
-print(sorted({int(data.train[i].columns["pixel_values"][0, 0, 0]) // 10 for i in range(20)}))
+print(sorted({int(data.train[i].columns["pixel_values"][0, 0, 0]) // 7 for i in range(20)}))
 print_error(dataset_name="tester/pets")
 print_error(dataset_name="tester/pets", dataset_config_name="tiny")
 print_error(dataset_name="tester/pets", dataset_revision="v2")
 print_error(dataset_name="tester/birds")
 """
-)
+
+STREAM = """
+import os
+
+api.create_repo("tester/large", repo_type="dataset")
+with tempfile.TemporaryDirectory() as folder:
+    for k in range(4):
+        table(8, first=8 * k).to_parquet(f"{folder}/data/train-{k:05}-of-00004.parquet", batch_size=4)
+    api.upload_folder(repo_id="tester/large", repo_type="dataset", folder_path=folder)
+api.create_repo("tester/tars", repo_type="dataset")
+api.upload_file(path_or_fileobj=b"not a tar", path_in_repo="0.tar", repo_id="tester/tars", repo_type="dataset")
+
+
+def numbers(**options):
+    batches = data.train.batches(3, num_steps=10, **options)
+    return [round(float(v + 1) * 127.5 / 7) for batch in batches for v in batch["pixel_values"][:, 0, 0, 0]]
+
+
+streamed = {"streaming": True, "validation_size": 2, "cache_dir": "streamed"}
+data = load(dataset_name="tester/large", **streamed)
+print(data.description, data.train.num_samples, data.class_names)
+once = numbers()
+print(sorted(once), once == numbers(), sorted(once) == sorted(numbers(num_workers=2)))
+print([file for where, _, files in os.walk("streamed") for file in files if file.endswith((".parquet", ".arrow"))])
+print_error(dataset_name="tester/tars", **streamed)
+print_error(dataset_name="tester/nothing", **streamed)
+"""
 
 OFFLINE = (
     COMMON
@@ -72,15 +96,10 @@ print_error(dataset_name="tester/birds", cache_dir="kept")
 )
 
 
-@pytest.fixture
-def pushed(hub):
-    hub(PUSH)
-    return hub
-
-
 @pytest.mark.slow
-def test_loads_datasets_from_the_hub_and_from_the_cache(pushed):
-    assert pushed(LOAD).stdout.splitlines() == [
+def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
+    """Streaming leaves no copy of the files on the disk."""
+    assert hub(PUSH + LOAD + STREAM).stdout.splitlines() == [
         "tester/pets, 20 images 20 5 ['cat', 'dog']",
         str(list(range(20))),
         "cannot load the dataset tester/pets: Config name is missing. Please pick one among the available configs: "
@@ -91,8 +110,15 @@ def test_loads_datasets_from_the_hub_and_from_the_cache(pushed):
         "`hf auth login`; if it is a local folder, use train_data_dir",
         "cannot find the dataset tester/birds on the Hub; if it is private or gated, log in with `hf auth login`; if "
         "it is a local folder, use train_data_dir",
+        "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
+        f"{[*range(24), *range(26, 32)]} True True",
+        "[]",
+        "only parquet files can be streamed from the Hub, and the dataset tester/tars has 0.tar; try "
+        "dataset_revision='refs/convert/parquet'",
+        "cannot find the dataset tester/nothing on the Hub; if it is private or gated, log in with `hf auth login`; "
+        "if it is a local folder, use train_data_dir",
     ]
-    assert pushed(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines() == [
+    assert hub(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines() == [
         "tester/pets, 20 images",
         "cannot reach the Hub, and the dataset tester/birds is not in the cache; check the connection and "
         "HF_HUB_OFFLINE, or use a local folder with train_data_dir",

@@ -181,16 +181,6 @@ class TestFingerprint:
         two = load(train_data_dir=image_folder(["a/1.png", "b/2.png"], folder="two"), needs_labels=True)
         assert one.fingerprint == two.fingerprint
 
-    @pytest.mark.slow
-    def test_is_equal_in_another_process(self, in_fresh_process, load):
-        code = (
-            "import sys\n"
-            "from scalelong_diffusers.data import DataConfig, load_training_data\n"
-            "options = {'channels': 3, 'needs_labels': True, 'needs_captions': False, 'seed': 5}\n"
-            "print(load_training_data(DataConfig(resolution=8), **options).fingerprint, 'datasets' in sys.modules)"
-        )  # the built-in dataset does not import datasets, which is slow
-        assert in_fresh_process(code).stdout == f"{load(needs_labels=True).fingerprint} False\n"
-
     @pytest.mark.parametrize(
         "change",
         [

@@ -1,4 +1,4 @@
-"""A small vision model, a small pipeline, folders of images, and the command in this process."""
+"""A small feature network, a small pipeline, folders of images, and the command in this process."""
 
 import json
 
@@ -18,13 +18,13 @@ datasets.disable_progress_bars()
 
 
 @pytest.fixture(scope="session")
-def features(network):
+def extractor(network):
     return load_features(str(network))
 
 
 @pytest.fixture
 def pipeline(tmp_path):
-    """A folder with a pipeline that makes images of 8 x 8."""
+    """The folder of a pipeline of images with 8 x 8 pixels."""
     torch.manual_seed(0)
     unet = UViTModel(sample_size=8, patch_size=4, hidden_size=16, num_layers=2, num_attention_heads=2)
     ScaleLongUnconditionalPipeline(unet, DDIMScheduler()).save_pretrained(tmp_path / "pipe")
@@ -33,7 +33,7 @@ def pipeline(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Makes a folder of noise, as files."""
+    """Write a folder of noise images."""
 
     def make(n, folder="pictures", size=(8, 8), seed=0, mode="RGB", low=0):
         random = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ def pictures(tmp_path):
 
 @pytest.fixture
 def evaluate(capsys, network, tmp_path):
-    """Calls `scalelong evaluate` in this process: its exit code, what it printed, and what it complained of."""
+    """Run `scalelong evaluate` and return its exit code, stdout and stderr."""
 
     def call(model, *flags, reference="shapes", **options):
         named = {"reference": reference, "features": network, "cache_dir": tmp_path / "cache", **options}
@@ -65,11 +65,11 @@ def evaluate(capsys, network, tmp_path):
 
 @pytest.fixture
 def measured(evaluate):
-    """The result, of calls that go well."""
+    """Run `scalelong evaluate` and return its result."""
 
     def call(*arguments, **options):
-        code, printed, complaint = evaluate(*arguments, "--json", **options)
-        assert code == 0, complaint
+        code, printed, errors = evaluate(*arguments, "--json", **options)
+        assert code == 0, errors
         return json.loads(printed)
 
     return call

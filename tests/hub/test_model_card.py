@@ -1,4 +1,4 @@
-"""The model card: what it says of a model, and that what people write into it stays."""
+"""Model cards: their facts and snippets, and that text of their owner is kept."""
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from scalelong_diffusers import (
     ScaleLongClassConditionalPipeline,
     ScaleLongTextToImagePipeline,
     ScaleLongUNet2DConditionModel,
+    UserError,
     UViTModel,
     apply_skip_scaling,
     skip_connections,
@@ -44,24 +45,24 @@ def pipe():
             {"method": "cs", "kappa": 0.8},
             "Long skip i is multiplied by kappa^(i-1) with kappa = 0.8: constant scaling",
         ),
-        ("ls", "Each long skip is multiplied by what a small gate makes of it: learnable scaling (LS)"),
+        ("ls", "A small gate predicts the factor of each long skip: learnable scaling (LS)"),
         ("learnable", "Each long skip is multiplied by a learned number"),
     ],
 )
-def test_it_says_the_scaling_and_lists_the_skips(skip_scaling, sentence):
+def test_describes_the_scaling_and_lists_the_skips(skip_scaling, sentence):
     model = uvit(skip_scaling)
     text = make_card(model, "user/model", CardFacts()).text
     assert sentence in text
     assert f"```text\n{skip_connections(model)}\n```" in text
 
 
-def test_the_ablation_is_said_to_be_one():
+def test_describes_reversed_scaling_and_strength():
     text = make_card(uvit({"method": "cs", "reverse": True, "strength": 0.5}), "user/model", CardFacts()).text
     assert "kappa^(N-i+1)" in text
     assert "strength 0.5" in text
 
 
-def test_it_says_what_is_known_and_nothing_else(pipe):
+def test_lists_only_known_facts(pipe):
     known = make_card(
         pipe,
         "user/model",
@@ -80,12 +81,23 @@ def test_it_says_what_is_known_and_nothing_else(pipe):
     assert "![samples](samples.png)" in known.text
     assert known.data.license == "mit"
     unknown = make_card(pipe, "user/model", CardFacts())
-    for word in ("Training", "Results", "samples", "None"):
+    for word in ("Training", "Results", "Classes", "samples", "None"):
         assert word not in unknown.text
     assert unknown.data.license is None
 
 
-def test_the_tags_are_those_of_the_task(pipe, tiny_stable_diffusion):
+def test_lists_class_names(pipe):
+    names = ["cat", "a | b", "dog", "bird"]
+    named = ScaleLongClassConditionalPipeline(pipe.unet, DDIMScheduler(), class_names=names, null_class=4)
+    text = make_card(named, "user/model", CardFacts()).text
+    assert "## Classes\n\n0: cat, 1: a \\| b, 2: dog, 3: bird\n" in text
+    many = uvit(num_class_embeds=1000)
+    named = ScaleLongClassConditionalPipeline(many, DDIMScheduler(), class_names=[f"c{i}" for i in range(1000)])
+    text = make_card(named, "user/model", CardFacts()).text
+    assert "98: c98, 99: c99, ... (1000 in `pipe.config.class_names`)\n" in text
+
+
+def test_tags(pipe, tiny_stable_diffusion):
     data = make_card(pipe, "user/model", CardFacts()).data
     assert data.library_name == "diffusers"
     assert data.pipeline_tag == "unconditional-image-generation"
@@ -95,13 +107,13 @@ def test_the_tags_are_those_of_the_task(pipe, tiny_stable_diffusion):
 
 
 class TestSnippet:
-    def test_of_a_pipeline_of_ours(self, pipe):
+    def test_for_our_pipelines(self, pipe):
         text = make_card(pipe, "user/model", CardFacts(), load_options={"revision": "ema"}).text
         assert "from scalelong_diffusers import ScaleLongClassConditionalPipeline\n" in text
         assert 'ScaleLongClassConditionalPipeline.from_pretrained("user/model", revision="ema")\n' in text
         assert "image = pipe(0).images[0]\n" in text
 
-    def test_of_a_stock_pipeline_it_imports_the_package(self, ddpm, tiny_stable_diffusion):
+    def test_for_stock_pipelines_imports_the_package(self, ddpm, tiny_stable_diffusion):
         pipe = DDPMPipeline(ddpm.build_scaled("cs"), DDPMScheduler())
         text = make_card(pipe, "user/model", CardFacts()).text
         assert "import scalelong_diffusers " in text
@@ -110,48 +122,50 @@ class TestSnippet:
         assert isinstance(tiny_stable_diffusion, StableDiffusionPipeline)
         assert 'pipe("a photograph")' in make_card(tiny_stable_diffusion, "user/model", CardFacts()).text
 
-    def test_of_a_model(self):
+    def test_for_a_model(self):
         assert 'model = UViTModel.from_pretrained("user/model")\n' in make_card(uvit(), "user/model", CardFacts()).text
 
-    def test_of_a_pipeline_that_needs_an_image_it_ends_after_loading(self, tiny_stable_diffusion):
+    def test_only_loads_a_pipeline_that_needs_an_image(self, tiny_stable_diffusion):
         apply_skip_scaling(tiny_stable_diffusion, "cs")
         pipe = StableDiffusionImg2ImgPipeline(**tiny_stable_diffusion.components, requires_safety_checker=False)
         card = make_card(pipe, "user/model", CardFacts())
         assert 'pipe = StableDiffusionImg2ImgPipeline.from_pretrained("user/model")\n```' in card.text
         assert card.data.pipeline_tag is None
 
-    def test_so_it_does_of_a_pipeline_of_text_that_can_not_read(self, tiny_clip):
+    def test_only_loads_a_pipeline_without_a_text_encoder(self, tiny_clip):
         unet = uvit(cross_attention_dim=16, context_length=12)
         card = make_card(ScaleLongTextToImagePipeline(unet, DDIMScheduler()), "user/model", CardFacts())
         assert 'pipe = ScaleLongTextToImagePipeline.from_pretrained("user/model")\n```' in card.text
         assert card.data.pipeline_tag is None
-        whole = make_card(ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip), "user/model", CardFacts())
-        assert 'pipe("a photograph")' in whole.text
+        complete = make_card(
+            ScaleLongTextToImagePipeline(unet, DDIMScheduler(), *tiny_clip), "user/model", CardFacts()
+        )
+        assert 'pipe("a photograph")' in complete.text
 
 
 @pytest.mark.parametrize(
     ("attention", "tag"), [("CrossAttn", "text-to-image"), ("", "unconditional-image-generation")]
 )
-def test_a_model_is_of_text_where_a_block_attends_to_it(attention, tag):
+def test_the_task_is_text_to_image_only_with_cross_attention(attention, tag):
     blocks = {"down_block_types": (f"{attention}DownBlock2D",), "up_block_types": (f"{attention}UpBlock2D",)}
     sizes = {"block_out_channels": (16,), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 16}
     model = ScaleLongUNet2DConditionModel(**blocks, **sizes, mid_block_type=None, attention_head_dim=4)
     assert make_card(model, "user/model", CardFacts()).data.pipeline_tag == tag
 
 
-def test_a_compiled_unet_is_seen_through(pipe):
+def test_unwraps_a_compiled_unet(pipe):
     expected = str(make_card(pipe, "user/model", CardFacts()))
     pipe.unet = torch.compile(pipe.unet)
     assert str(make_card(pipe, "user/model", CardFacts())) == expected
 
 
-def test_a_table_keeps_its_shape_whatever_is_in_it():
+def test_escapes_cells_of_tables():
     text = make_card(uvit(), "user/model", CardFacts(metrics={"FID | IS": "2.9\n| 9.1"})).text
     assert "| FID \\| IS | 2.9 \\| 9.1 |\n" in text
 
 
-class TestTextOfPeople:
-    def test_it_stays_around_what_is_written_anew(self, pipe):
+class TestTextOfTheOwner:
+    def test_is_kept_around_the_generated_part(self, pipe):
         first = str(make_card(pipe, "user/model", CardFacts(metrics={"FID": 9.9})))
         edited = first.replace("tags:\n", "language: en\ntags:\n- my-tag\n")
         edited = edited.replace("---\n<!--", "---\nBefore: a \\1 and \\g<0>.\n\n<!--") + "\n## After\n\nOn bias.\n"
@@ -163,18 +177,25 @@ class TestTextOfPeople:
         assert second.data.to_dict()["language"] == "en"
         assert second.data.tags == ["my-tag", "diffusers", "scalelong", "skip-scaling"]
 
-    def test_their_task_and_license_stay(self, pipe):
+    def test_is_kept_around_a_part_written_by_an_older_version(self, pipe):
+        old = "Before.\n\n<!-- scalelong: written anew at each push -->\nold\n<!-- scalelong: end -->\n\nAfter.\n"
+        text = make_card(pipe, "user/model", CardFacts(), previous=f"---\nlicense: mit\n---\n{old}").text
+        assert text.startswith("Before.\n\n<!-- scalelong: each push")
+        assert text.endswith("<!-- scalelong: end -->\n\nAfter.\n")
+        assert "old" not in text
+
+    def test_keeps_task_and_license(self, pipe):
         previous = "---\nlicense: openrail\npipeline_tag: image-to-image\n---\nMy model.\n"
         card = make_card(pipe, "user/model", CardFacts(), previous=previous)
         assert (card.data.license, card.data.pipeline_tag) == ("openrail", "image-to-image")
         assert card.text.startswith("My model.\n\n<!-- scalelong:")
 
-    def test_pushed_again_it_is_the_same(self, pipe):
+    def test_a_second_push_changes_nothing(self, pipe):
         once = str(make_card(pipe, "user/model", CardFacts()))
         assert str(make_card(pipe, "user/model", CardFacts(), previous=once)) == once
         assert str(ModelCard(once)) == once
 
-    def test_it_stays_where_the_mark_of_the_end_was_removed(self, pipe):
+    def test_is_kept_if_the_end_mark_was_removed(self, pipe):
         first = str(make_card(pipe, "user/model", CardFacts(metrics={"FID": 9.9})))
         previous = first.replace("<!-- scalelong: end -->", "On bias.")
         for fid in (3.1, 2.7):
@@ -183,23 +204,21 @@ class TestTextOfPeople:
         assert "| FID | 2.7 |" in previous
         assert "3.1" not in previous
 
-    def test_metadata_that_can_not_be_read_is_refused_with_the_name_of_the_card(self, pipe):
-        with pytest.raises(
-            ValueError, match=r"^the README\.md of user/model begins with metadata that can not"
-        ) as error:
+    def test_rejects_damaged_metadata(self, pipe):
+        with pytest.raises(UserError, match=r"^the metadata of the README\.md of user/model cannot be read") as error:
             make_card(pipe, "user/model", CardFacts(), previous="---\ntags: [a\n---\nMy model.\n")
         assert "\n" not in str(error.value)
 
 
-def test_an_unknown_fact_is_met_with_the_one_that_was_meant():
+def test_rejects_an_unknown_fact():
     with pytest.raises(
-        ValueError, match=r"unknown card field 'metric' \(did you mean 'metrics'\?\); accepted: preset, "
+        UserError, match=r"unknown card field 'metric' \(did you mean 'metrics'\?\); accepted: preset, "
     ):
         CardFacts.parse({"metric": {}})
     assert CardFacts.parse(None) == CardFacts()
 
 
-def test_it_names_the_model_that_was_fine_tuned_and_keeps_the_name(pipe):
+def test_names_the_base_model(pipe):
     card = make_card(pipe, "user/model", CardFacts(base_model="some/base"))
     assert (card.data.base_model, card.data.base_model_relation) == ("some/base", "finetune")
     again = make_card(pipe, "user/model", CardFacts(), previous=str(card))

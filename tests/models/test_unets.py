@@ -1,12 +1,12 @@
-"""Every scaled class does what the paper says, and is the stock class where nothing is scaled."""
+"""Scaled U-Nets against an independent implementation of the paper, and against the stock classes."""
 
 import pytest
 import torch
 
-from scalelong_diffusers import SkipScalingConfig, skip_connections
+from scalelong_diffusers import ScaleLongUNet2DModel, SkipScalingConfig, UserError, skip_connections
 
 
-# Written out from the paper once more, so that the package is not held to itself.
+# A second implementation of the paper's factors, independent of the package.
 CONSTANT_FACTORS = {
     "none": lambda i, n: 1.0,
     "inv_sqrt2": lambda i, n: 1 / 2**0.5,
@@ -25,15 +25,15 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_constant_methods_scale_the_trailing_channels_of_each_decoder_resnet(case, name, paper_reading):
+def test_constant_methods_scale_the_trailing_channels_of_each_decoder_resnet(case, paper_reading):
     inputs = case.make_inputs()
-    expected = paper_reading(case.build())(inputs, lambda i, n, skip: CONSTANT_FACTORS[name](i, n))
-    scaled = case.build_scaled(CONFIGS[name])
-    with torch.no_grad():
-        assert torch.equal(scaled(**inputs).sample, expected)
-    unscaled = paper_reading(case.build())(inputs, lambda i, n, skip: 1.0)
-    assert torch.equal(expected, unscaled) == (name == "none")
+    reading = paper_reading(case.build())
+    unscaled = reading(inputs, lambda i, n, skip: 1.0)
+    for name, config in CONFIGS.items():
+        expected = reading(inputs, lambda i, n, skip, name=name: CONSTANT_FACTORS[name](i, n))
+        with torch.no_grad():
+            assert torch.equal(case.build_scaled(config)(**inputs).sample, expected), name
+        assert torch.equal(expected, unscaled) == (name == "none")
 
 
 def squeeze_excite(weights, prefix, skip, activation=torch.relu):
@@ -46,23 +46,28 @@ def instance_enhance(weights, prefix, skip):
     return skip.flatten(2).mean(2) * weights[f"{prefix}.weight"] + weights[f"{prefix}.bias"]
 
 
+PAPER = {"method": "ls", "shared": True, "init": "paper"}
 GATED = {
-    "shared": ({"method": "ls", "reduction": 4}, squeeze_excite),
-    "per skip": ({"method": "ls", "reduction": 4, "shared": False}, squeeze_excite),
-    "ie": ({"method": "ls", "gate": "ie"}, instance_enhance),
-    "identity": ({"method": "ls", "reduction": 4, "init": "identity"}, squeeze_excite),
-    "half strength": ({"method": "ls", "reduction": 4, "strength": 0.5}, squeeze_excite),
+    "shared": ({**PAPER, "reduction": 4}, squeeze_excite),
+    "per skip": ({**PAPER, "reduction": 4, "shared": False}, squeeze_excite),
+    "ie": ({**PAPER, "gate": "ie"}, instance_enhance),
+    "identity": ({**PAPER, "reduction": 4, "init": "identity"}, squeeze_excite),
+    "half strength": ({**PAPER, "reduction": 4, "strength": 0.5}, squeeze_excite),
 }
 
 
+def gate_weights(model):
+    return {key.removeprefix("gates."): weight for key, weight in model.skip_scaler.state_dict().items()}
+
+
 @pytest.mark.parametrize("name", GATED)
-def test_learned_gates_are_sigmoids_of_the_pooled_skip(case, name, paper_reading):
+def test_gates_are_sigmoids_of_the_pooled_skip(case, name, paper_reading):
     entry, predict = GATED[name]
     scaled = case.build_scaled(entry).double()
-    with torch.no_grad():  # away from the init, where "identity" would not show
+    with torch.no_grad():  # at its init an "identity" gate is constant
         for parameter in scaled.skip_scaler.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    weights = {key.removeprefix("skip_scaler.gates."): w for key, w in scaled.state_dict().items() if "skip_sc" in key}
+    weights = gate_weights(scaled)
 
     def factor(i, n, skip):
         prefix = f"skip_{i}" if name == "per skip" else f"width_{skip.shape[1]}"
@@ -80,13 +85,13 @@ def test_learned_gates_are_sigmoids_of_the_pooled_skip(case, name, paper_reading
         )
 
 
-@pytest.mark.parametrize(("activation", "function"), [("elu", "elu"), ("mish", "mish")])
-def test_the_gate_takes_the_activation_of_table_2(ddpm, paper_reading, activation, function):
-    scaled = ddpm.build_scaled({"method": "ls", "reduction": 4, "activation": activation}).double()
-    weights = {key.removeprefix("skip_scaler.gates."): w for key, w in scaled.state_dict().items() if "skip_sc" in key}
+@pytest.mark.parametrize("activation", ["elu", "mish"])
+def test_gates_use_the_activations_of_table_2(ddpm, paper_reading, activation):
+    scaled = ddpm.build_scaled({**PAPER, "reduction": 4, "activation": activation}).double()
+    weights = gate_weights(scaled)
 
     def factor(i, n, skip):
-        act = getattr(torch.nn.functional, function)
+        act = getattr(torch.nn.functional, activation)
         return torch.sigmoid(squeeze_excite(weights, f"width_{skip.shape[1]}", skip, act))[..., None, None]
 
     inputs = {key: _double(value) for key, value in ddpm.make_inputs().items()}
@@ -95,7 +100,7 @@ def test_the_gate_takes_the_activation_of_table_2(ddpm, paper_reading, activatio
         torch.testing.assert_close(scaled(**inputs).sample, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_plain_scalar_belongs_to_each_skip_and_starts_at_one(case, paper_reading):
+def test_learnable_has_one_scalar_per_skip_which_starts_at_one(case, paper_reading):
     scaled = case.build_scaled("learnable")
     inputs = case.make_inputs()
     with torch.no_grad():
@@ -106,25 +111,17 @@ def test_a_plain_scalar_belongs_to_each_skip_and_starts_at_one(case, paper_readi
         assert torch.equal(scaled(**inputs).sample, expected)
 
 
-def test_identity_gates_leave_the_output_bit_identical_and_learn(case):
-    inputs = case.make_inputs()
-    scaled = case.build_scaled({"method": "ls", "reduction": 4, "init": "identity"})
+def test_identity_gates_and_kappa_one_equal_the_stock_model(case):
+    inputs, scaled = case.make_inputs(), case.build_scaled({"method": "ls", "reduction": 4})
     with torch.no_grad():
-        assert torch.equal(scaled(**inputs).sample, case.build()(**inputs).sample)
+        expected = case.build()(**inputs).sample
+        assert torch.equal(scaled(**inputs).sample, expected)
+        assert torch.equal(case.build_scaled({"method": "cs", "kappa": 1.0})(**inputs).sample, expected)
     scaled(**inputs).sample.square().mean().backward()
-    last_layers = [gate.excite.weight.grad for gate in scaled.skip_scaler.gates.values()]
-    assert all(grad.abs().sum() > 0 for grad in last_layers)
+    assert all(gate.excite.bias.grad.abs().sum() > 0 for gate in scaled.skip_scaler.gates.values())
 
 
-def test_kappa_of_one_is_bit_identical_to_stock(case):
-    inputs = case.make_inputs()
-    with torch.no_grad():
-        assert torch.equal(
-            case.build_scaled({"method": "cs", "kappa": 1.0})(**inputs).sample, case.build()(**inputs).sample
-        )
-
-
-def test_what_is_listed_is_what_the_encoder_makes(case, paper_reading):
+def test_lists_the_skips_that_the_encoder_produces(case, paper_reading):
     seen = {}
     paper_reading(case.build())(case.make_inputs(), lambda i, n, skip: seen.setdefault(i, skip.shape[1]) and 1.0)
     listed = skip_connections(case.build_scaled("cs"))
@@ -135,7 +132,7 @@ def test_what_is_listed_is_what_the_encoder_makes(case, paper_reading):
 def test_controlnet_residuals_are_scaled_together_with_the_skip(sd, paper_reading):
     inputs = sd.make_inputs()
     stock = sd.build()
-    # The encoder hands on six skips: conv_in, two layers, a downsampler, two layers.
+    # The encoder has six skips: conv_in, two layers, a downsampler, two layers.
     shapes = [(16, 8), (16, 8), (16, 8), (16, 4), (32, 4), (32, 4)]
     residuals = {
         "down_block_additional_residuals": tuple(torch.randn(2, c, s, s) for c, s in shapes),
@@ -151,7 +148,7 @@ def test_freeu_works_on_top(sd):
     freeu = {"s1": 0.9, "s2": 0.2, "b1": 1.2, "b2": 1.4}
     stock, scaled = sd.build().double(), sd.build_scaled({"method": "constant", "kappa": 0.5}).double()
     inputs = {key: _double(value) for key, value in inputs.items()}
-    # FreeU is linear in the skip: halving every skip in its encoder's stead must give the same.
+    # FreeU is linear in the skip, so halving all skips in front of the stock up-blocks gives the same output.
     stock.enable_freeu(**freeu)
     scaled.enable_freeu(**freeu)
     hooks = [
@@ -171,10 +168,8 @@ def test_freeu_works_on_top(sd):
         assert not torch.allclose(scaled(**inputs).sample, stock(**inputs).sample)
 
 
-def test_an_up_block_that_takes_no_skip_is_named():
-    from scalelong_diffusers import ScaleLongUNet2DModel
-
-    with pytest.raises(ValueError, match=r"up_blocks\.0 .* UpDecoderBlock2D, which takes no long skip"):
+def test_rejects_an_up_block_without_skips():
+    with pytest.raises(UserError, match=r"up_blocks\.0 .* UpDecoderBlock2D, which takes no long skips"):
         ScaleLongUNet2DModel(
             block_out_channels=(16, 32),
             norm_num_groups=8,
@@ -184,28 +179,26 @@ def test_an_up_block_that_takes_no_skip_is_named():
         )
 
 
-def test_the_gates_of_a_unet_work_on_channels(ddpm):
-    with pytest.raises(ValueError, match="gate_axis='tokens' is for a U-ViT"):
+def test_gates_of_a_unet_scale_channels(ddpm):
+    with pytest.raises(UserError, match="gate_axis must be channels for this model, got 'tokens'"):
         ddpm.build_scaled({"method": "ls", "gate_axis": "tokens"})
     assert ddpm.build_scaled("ls").config.skip_scaling["gate_axis"] == "channels"
 
 
-def test_auto_kappa_is_stored_as_the_number_that_was_solved(ddpm):
+def test_stores_the_number_for_kappa_auto(ddpm):
     model = ddpm.build_scaled(SkipScalingConfig("cs", kappa="auto"))
     assert model.config.skip_scaling["kappa"] == pytest.approx(0.9626, abs=1e-4)  # N = 6
     assert model.skip_scaler.config.kappa == model.config.skip_scaling["kappa"]
 
 
-@pytest.mark.parametrize(("entry", "added"), [("ls", 10_648), ({"method": "ls", "shared": False}, 76_448), ("cs", 0)])
-def test_parameters_added_to_the_papers_unet(entry, added):
-    from scalelong_diffusers import ScaleLongUNet2DModel
-
-    with torch.device("meta"):
-        model = ScaleLongUNet2DModel.from_preset("cifar10-unet", skip_scaling=entry)
-    assert model.num_parameters() == 35_746_307 + added
-    listed = skip_connections(model)
-    assert listed.parameters == added
-    assert [skip.width for skip in listed] == [128] * 4 + [256] * 8
+def test_parameters_added_to_the_unet_of_the_paper():
+    for entry, added in ((PAPER, 10_648), ("ls", 76_448), ("cs", 0)):
+        with torch.device("meta"):
+            model = ScaleLongUNet2DModel.from_preset("cifar10-unet", skip_scaling=entry)
+        assert model.num_parameters() == 35_746_307 + added
+        listed = skip_connections(model)
+        assert listed.parameters == added
+        assert [skip.width for skip in listed] == [128] * 4 + [256] * 8
 
 
 def _double(value):

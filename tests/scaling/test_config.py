@@ -135,7 +135,7 @@ BAD = [
     (None, r"must be a SkipScalingConfig, a dict or a method \(none, .*\), got None"),
     (0.9, "must be a SkipScalingConfig, a dict or a method"),
     (["cs"], "must be a SkipScalingConfig, a dict or a method"),
-    ({"version": "x", "method": "cs"}, "version of skip_scaling must be an integer, at least 1, got 'x'"),
+    ({"version": "x", "method": "cosine"}, "format version 'x', .* reads version 1: upgrade .*"),
     ({"version": 2, "method": "cosine"}, "format version 2, .* reads version 1: upgrade .*skip_scaling must be one"),
     ({"version": 2, "method": "cs", "decay": "linear"}, "format version 2, .* reads version 1: upgrade .*'decay'"),
 ]

@@ -62,5 +62,5 @@ def test_auto_solves_s_of_five(n):
 
 def test_rejects_a_target_of_at_most_one():
     for target in (1, 0.5, -1, float("nan")):
-        with pytest.raises(UserError, match="the target for S must be above 1, .*, got"):
+        with pytest.raises(UserError, match=r"the target for S must be above 1, .*, got"):
             solve_kappa(target, 12)

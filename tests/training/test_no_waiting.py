@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from fake_cuda import DEVICE, fake_cuda
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from scalelong_diffusers.training import TrainingConfig, TrainingRun, make_config
-from tests.fake_cuda import DEVICE, fake_cuda
 
 
 def backward(accelerator, loss):
@@ -57,7 +57,8 @@ def losses_of(run, noising, batch, models):
 
 def start(run):
     run.device = DEVICE
-    unet = run.build_model()
+    with DEVICE:
+        unet = run.build_model()
     run.accelerator.prepare = lambda module: module
     run.start({"unet": unet})
     run.accelerator.trained = run.optimizer_step.parameters

@@ -1,7 +1,6 @@
-"""Training from features is training with the encoders in the loop, and no other features are taken for them."""
+"""Precomputed latents: training with them equals training with the encoders, and other or damaged data is rejected."""
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -15,7 +14,8 @@ from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.data import DataConfig, load_training_data
-from scalelong_diffusers.data.precomputed import save_shard, shard_is_complete
+from scalelong_diffusers.data.precomputed import is_complete_shard, save_shard
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder
 from scalelong_diffusers.train import (
     precompute_latents,
@@ -23,7 +23,8 @@ from scalelong_diffusers.train import (
     train_text_to_image,
     train_unconditional,
 )
-from scalelong_diffusers.training import TrainingStopped, check_text_encoder
+from scalelong_diffusers.training import TrainingStopped
+from scalelong_diffusers.training.latents import check_text_encoder
 from scalelong_diffusers.training.small_clip import build_small_clip
 
 
@@ -67,7 +68,7 @@ def vae(encoders):
 
 
 @pytest.fixture
-def flags_of_precomputing(encoders, vae):
+def precompute_flags(encoders, vae):
     def flags(output_dir, **changes):
         text = {"pretrained_text_encoder_name_or_path": encoders / "clip0"}
         settings = {**IMAGES, **vae, **text, "num_shapes": 30, "rows_per_shard": 8, "batch_size": 5} | changes
@@ -85,21 +86,21 @@ def flags_of(**settings):
 
 
 @pytest.fixture
-def precompute(flags_of_precomputing, fresh_accelerator, tmp_path):
-    """`precompute(flag=value)` runs the script in this process, and returns the folder of features."""
+def precompute(precompute_flags, fresh_accelerator, tmp_path):
+    """`precompute(flag=value)` runs the script in this process and returns its output folder."""
 
-    def run(output_dir=tmp_path / "features", **changes):
+    def run(output_dir=tmp_path / "latents", **changes):
         fresh_accelerator()
-        precompute_latents.main(flags_of_precomputing(output_dir, **changes))
+        precompute_latents.main(precompute_flags(output_dir, **changes))
         return output_dir
 
     return run
 
 
 @pytest.fixture(scope="session")
-def features(encoders, tmp_path_factory):
-    """Of the built-in shapes, with all that can be precomputed; only to be read."""
-    folder = tmp_path_factory.mktemp("precomputed") / "features"
+def latents(encoders, tmp_path_factory):
+    """A folder with all columns of the built-in shapes. Tests only read it."""
+    folder = tmp_path_factory.mktemp("precomputed") / "latents"
     precompute_latents.main(
         flags_of(
             **IMAGES,
@@ -113,15 +114,15 @@ def features(encoders, tmp_path_factory):
 
 @pytest.fixture
 def both_ways(train, encoders, vae, metrics_of, tmp_path):
-    """Trains with the encoder in the loop and from features, and compares every loss that is logged."""
+    """Train with the encoder in the loop and from precomputed latents, and compare all logged losses."""
 
-    def run(features, script, images, **changes):
+    def run(folder, script, images, **changes):
         settings = {**vae, **IMAGES, **changes}
         in_the_loop = train(tmp_path / "in_the_loop", script=script, **{"num_shapes": None, **settings, **images})
-        from_features = train(
-            tmp_path / "from_features", script=script, precomputed_dir=features, **settings | {"num_shapes": None}
+        precomputed = train(
+            tmp_path / "precomputed", script=script, precomputed_dir=folder, **settings | {"num_shapes": None}
         )
-        expected, lines = metrics_of(in_the_loop), metrics_of(from_features)
+        expected, lines = metrics_of(in_the_loop), metrics_of(precomputed)
         assert len(lines) == 16
         for line, wanted in zip(lines, expected, strict=True):
             assert line.keys() == wanted.keys()
@@ -131,6 +132,7 @@ def both_ways(train, encoders, vae, metrics_of, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "model"),
     [
@@ -139,15 +141,14 @@ def both_ways(train, encoders, vae, metrics_of, tmp_path):
         (train_text_to_image, "model_of_text"),
     ],
 )
-def test_every_loss_is_that_of_the_encoders_in_the_loop(both_ways, encoders, features, script, model):
+def test_training_equals_training_with_the_encoders(both_ways, encoders, latents, script, model):
     text = {"pretrained_text_encoder_name_or_path": encoders / "clip0"} if script is train_text_to_image else {}
     changes = {"model_config_name_or_path": encoders / model, "dataloader_num_workers": 1, **text}
-    both_ways(features, script, {"num_shapes": 30}, **changes)
+    both_ways(latents, script, {"num_shapes": 30}, **changes)
 
 
-def test_with_a_validation_split_oblong_images_and_some_that_can_not_be_read(
-    both_ways, precompute, encoders, tmp_path
-):
+@pytest.mark.slow
+def test_training_equals_training_with_the_encoders_with_unreadable_images(both_ways, precompute, encoders, tmp_path):
     for split, count in (("train", 22), ("validation", 6)):
         (tmp_path / "images" / split).mkdir(parents=True)
         for i in range(count):
@@ -165,7 +166,7 @@ def test_with_a_validation_split_oblong_images_and_some_that_can_not_be_read(
     both_ways(folder, train_unconditional, images, **changes, model_config_name_or_path=encoders / "model")
 
 
-def test_a_data_set_that_is_streamed_has_the_same_features(precompute, tmp_path):
+def test_streamed_datasets_give_the_same_latents(precompute, tmp_path):
     features = datasets.Features(
         {
             "image": datasets.Image(),
@@ -180,34 +181,38 @@ def test_a_data_set_that_is_streamed_has_the_same_features(precompute, tmp_path)
         (tmp_path / "images").mkdir(exist_ok=True)
         table.to_parquet(tmp_path / "images" / f"train-{i}.parquet", batch_size=4)
     images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
-    whole = precompute(tmp_path / "whole", **images)
+    prepared = precompute(tmp_path / "prepared", **images)
     streamed = precompute(tmp_path / "streamed", **images, streaming=True)
-    assert len(list(whole.glob("train-*"))) == 3
-    for shard in whole.glob("*.safetensors"):
+    assert len(list(prepared.glob("train-*"))) == 3
+    for shard in prepared.glob("*.safetensors"):
         columns, others = load_file(shard), load_file(streamed / shard.name)
         assert columns.keys() == others.keys()
         assert all(torch.equal(column, others[name]) for name, column in columns.items())
-    [batch] = open_features(streamed).train.batches(16, num_steps=1)
+    [batch] = load(streamed).train.batches(16, num_steps=1)
     assert set(batch["captions"]) <= {f"number {n}" for n in range(10)}
 
 
-def open_features(folder, needs_captions=True, needs_labels=False, **changes):
-    settings = DataConfig(precomputed_dir=str(folder), **{**IMAGES, **changes})
-    return load_training_data(settings, channels=3, needs_labels=needs_labels, needs_captions=needs_captions, seed=0)
+def load(folder, needs_captions=True, needs_labels=False, **changes):
+    config = DataConfig(precomputed_dir=folder, **{**IMAGES, **changes})
+    return load_training_data(config, channels=3, needs_labels=needs_labels, needs_captions=needs_captions, seed=0)
 
 
-def test_captions_are_those_of_the_images_and_have_the_hidden_states_of_the_encoder(features, encoders):
-    data = open_features(features, needs_labels=True)
-    settings = DataConfig(num_shapes=30, **IMAGES)
-    images = load_training_data(settings, channels=3, needs_labels=True, needs_captions=True, seed=0)
+def test_batches_have_labels_captions_and_text_states(latents, encoders):
+    data = load(latents, needs_labels=True)
+    images = load_training_data(
+        DataConfig(num_shapes=30, **IMAGES), channels=3, needs_labels=True, needs_captions=True, seed=0
+    )
     encoder = caption_encoder(encoders / "clip0")
     check_text_encoder(data, encoder, "clip0")
     for batch, wanted in zip(data.train.batches(9, num_steps=8), images.train.batches(9, num_steps=8), strict=True):
         assert batch["captions"] == wanted["captions"]
         assert torch.equal(batch["labels"], wanted["labels"])
-        torch.testing.assert_close(batch["text_features"], encoder(batch["captions"]).detach(), rtol=0, atol=1e-6)
-        left = ["" if row % 3 else caption for row, caption in enumerate(batch["captions"])]
-        torch.testing.assert_close(data.features.text_states(batch, left), encoder(left).detach(), rtol=0, atol=1e-6)
+        expected = encoder(batch["captions"]).detach()
+        torch.testing.assert_close(batch["text_states"], expected, rtol=0, atol=1e-6)
+        dropped = torch.arange(9) % 3 == 1
+        expected[dropped] = encoder([""]).detach()
+        states = data.precomputed.text_states(batch, dropped)
+        torch.testing.assert_close(states, expected, rtol=0, atol=1e-6)
 
 
 def caption_encoder(folder, context_length=77):
@@ -218,21 +223,185 @@ def caption_encoder(folder, context_length=77):
     return CaptionEncoder(text_encoder, CLIPTokenizer.from_pretrained(folder), model)
 
 
-def test_half_the_room(precompute, features):
+def test_fp16_halves_the_size(precompute, latents):
     half = precompute(dtype="fp16")
-    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (half, features)]
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (half, latents)]
     assert sizes[0] < 0.65 * sizes[1]
-    [batch] = open_features(half).train.batches(8, num_steps=1)
-    [wanted] = open_features(features).train.batches(8, num_steps=1)
-    assert batch["moments"].dtype == batch["text_features"].dtype == torch.float32
+    [batch] = load(half).train.batches(8, num_steps=1)
+    [wanted] = load(latents).train.batches(8, num_steps=1)
+    assert batch["moments"].dtype == batch["text_states"].dtype == torch.float32
     torch.testing.assert_close(batch["moments"], wanted["moments"], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resolution": 32}, r"are of images with resolution=16, but the config has resolution=32"),
+        ({"center_crop": False}, r"with center_crop=True, but the config has center_crop=False"),
+        (
+            {"image_interpolation_mode": "box", "crop_size": 12},
+            r"crop_size=None, interpolation='lanczos', but",
+        ),
+    ],
+)
+def test_rejects_other_transforms(latents, changes, message):
+    with pytest.raises(UserError, match=message):
+        load(latents, **changes)
+
+
+def test_rejects_missing_columns(precompute):
+    folder = precompute(pretrained_text_encoder_name_or_path=None, with_labels=False, random_flip=False)
+    with pytest.raises(UserError, match="have no mirrored images for random_flip: precompute with --random_flip"):
+        load(folder, needs_captions=False)
+    with pytest.raises(UserError, match="have no classes: precompute with --with_labels"):
+        load(folder, needs_labels=True, random_flip=False)
+    with pytest.raises(UserError, match="have no captions: precompute with --pretrained_text_encoder_name_or_"):
+        load(folder, random_flip=False)
+
+
 @pytest.mark.slow
-def test_killed_in_two_processes_and_gone_on_with(launch_script, flags_of_precomputing, precompute, tmp_path):
-    folder = tmp_path / "features"
-    arguments = flags_of_precomputing(folder, rows_per_shard=1, num_shapes=160)
-    running = launch_script([SCRIPT, *arguments], processes=2)
+def test_scripts_reject_other_encoders_and_folders(train, latents, encoders, vae, network, tmp_path):
+    valid = {**IMAGES, **vae, "precomputed_dir": latents, "model_config_name_or_path": encoders / "model"}
+    for changes, message in (
+        (
+            {"pretrained_vae_model_name_or_path": encoders / "vae1"},
+            rf"computed with the autoencoder {encoders / 'vae0'} \(weights .* got {encoders / 'vae1'} \(weights",
+        ),
+        (
+            {"pretrained_vae_model_name_or_path": None},
+            f"--pretrained_vae_model_name_or_path {encoders / 'vae0'}",
+        ),
+        ({"precomputed_dir": tmp_path}, "has no index.json; precompute_latents.py"),
+        ({"eval_steps": 2, "eval_features": network}, "--eval_reference"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(tmp_path / "rejected", **valid | changes)
+        assert not (tmp_path / "rejected").is_dir()
+
+
+def test_rejects_other_text_encoders(latents, encoders):
+    data = load(latents)
+    with pytest.raises(ValueError, match=r"computed with the text_encoder .*clip0 .* got clip1 \(weights"):
+        check_text_encoder(data, caption_encoder(encoders / "clip1"), "clip1")
+    with pytest.raises(ValueError, match="context_length=12"):
+        check_text_encoder(data, caption_encoder(encoders / "clip0", context_length=7), "clip0")
+    trained = caption_encoder(encoders / "clip0")
+    trained.text_encoder.requires_grad_(True)
+    with pytest.raises(ValueError, match="--train_text_encoder"):
+        check_text_encoder(data, trained, "clip0")
+
+
+@pytest.fixture
+def damaged(latents, tmp_path):
+    return shutil.copytree(latents, tmp_path / "damaged")
+
+
+def test_rejects_damaged_folders(damaged):
+    shard = damaged / "train-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"train-00002.safetensors has [\d,]+ bytes instead of [\d,]+; run the same"):
+        load(damaged)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"train-00002.safetensors is missing"):
+        load(damaged)
+    index = json.loads((damaged / "index.json").read_text())
+    (damaged / "index.json").write_text(json.dumps({**index, "format_version": 7}))
+    with pytest.raises(UserError, match="must have format_version 3, got 7"):
+        load(damaged)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stops_at_damaged_bytes(damaged, num_workers):
+    for shard in damaged.glob("train-*"):
+        content = bytearray(shard.read_bytes())
+        start = 8 + int.from_bytes(content[:8], "little")
+        for i in range(start, len(content), 700):
+            content[i] ^= 1
+        shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"is damaged( in entry .*)?: run the same precompute_latents\.py") as caught:
+        list(load(damaged).train.batches(4, num_steps=3, num_workers=num_workers))
+    assert "\n" not in str(caught.value)
+
+
+def test_checksums_detect_any_flipped_bit(tmp_path):
+    columns = {
+        "moments": torch.randn(3, 2, 1, 1),
+        "labels": torch.tensor([0, 1, 2]),
+        "text_states": torch.randn(4, 1, 2),
+    }
+    shard = tmp_path / "shard.safetensors"
+    save_shard(shard, columns, [["a"], ["b", "c"], ["d"]], {1: "not an image"})
+    assert is_complete_shard(shard)
+    content = shard.read_bytes()
+    for place, byte in enumerate(content):
+        shard.write_bytes(content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :])
+        assert not is_complete_shard(shard), (place, content[max(0, place - 20) : place + 20])
+
+
+@pytest.mark.parametrize("part", ["labels", "captions", "empty caption"])
+def test_names_and_rewrites_damaged_files(precompute, damaged, part):
+    file = damaged / ("empty_caption.safetensors" if part == "empty caption" else "train-00001.safetensors")
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    if part == "captions":
+        content[content.index(b'"captions":"[[') + len(b'"captions":"[')] ^= 1  # the JSON becomes invalid
+    else:
+        name = "labels" if part == "labels" else "text_states"
+        content[header + json.loads(content[8:header])[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{file.name} is damaged: run the same precompute_latents"):
+        list(load(damaged, needs_labels=True).train.batches(9, num_steps=3))
+    precompute(damaged)
+    list(load(damaged, needs_labels=True).train.batches(9, num_steps=3))
+
+
+def test_precomputing_rejects_invalid_settings(precompute, latents, encoders, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        precompute(center_crop=False)
+    assert stopped.value.code == 2
+    assert "--center_crop must be on: latents are computed from a single crop" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"other precomputed latents: autoencoder was .*vae0.* and is now .*vae1"):
+        precompute(latents, pretrained_vae_model_name_or_path=encoders / "vae1")
+    with pytest.raises(UserError, match="contains other files: choose an empty or new folder"):
+        precompute(encoders)
+    with pytest.raises(UserError, match="AutoencoderKL"):
+        precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
+
+
+@pytest.fixture
+def make_images(tmp_path):
+    """Save a folder of images, one of which cannot be read. Return flags for it."""
+
+    def run(count, unreadable):
+        (tmp_path / "images").mkdir()
+        for number in range(count):
+            Image.new("RGB", (16, 16), (number, 80, 0)).save(tmp_path / "images" / f"{number:03}.png")
+        (tmp_path / "images" / f"{unreadable:03}.png").write_bytes(b"\x89PNG nothing")
+        images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
+        return {**images, "pretrained_text_encoder_name_or_path": None, "with_labels": False}
+
+    return run
+
+
+def test_keeps_shards_after_an_unreadable_image(precompute, make_images, tmp_path):
+    images = make_images(60, unreadable=12)  # not among the images that are read before encoding
+    folder = tmp_path / "latents"
+    with pytest.raises(UserError, match=r"012\.png cannot be read: .*; on_bad_image='skip' leaves it out$"):
+        precompute(folder, **images)
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}
+    assert len(before) == 1
+    precompute(folder, **images, on_bad_image="skip")
+    assert before.items() <= {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}.items()
+    batches = load(folder, needs_captions=False, on_bad_image="skip").train.batches(9, num_steps=6)
+    assert [name for batch in batches for name in batch.unreadable] == [f"row 12 of the train split of {folder}"]
+
+
+@pytest.mark.slow
+def test_resumes_two_killed_processes(launch_script, precompute_flags, precompute, make_images, tmp_path):
+    images = make_images(160, unreadable=150) | {"rows_per_shard": 1}
+    folder = tmp_path / "latents"
+    command = [SCRIPT, *precompute_flags(folder, **images)]
+    running = launch_script(command, processes=2)
     deadline = time.monotonic() + 100
     while len(list(folder.glob("train-*"))) < 6:
         assert running.process.poll() is None, running.process.communicate()
@@ -240,203 +409,47 @@ def test_killed_in_two_processes_and_gone_on_with(launch_script, flags_of_precom
         time.sleep(0.005)
     running.kill()
     before = {file.name: file.stat().st_ino for file in folder.glob("train-*")}
-    assert 6 <= len(before) < 160
+    assert 6 <= len(before) < 150
     assert not json.loads((folder / "index.json").read_text())["finished"]
-    broken = folder / sorted(before)[2]
-    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"unfinished: run the same precompute_latents\.py command again"):
-        open_features(folder)
-    code, printed, errors = launch_script([SCRIPT, *arguments], processes=2).wait()
-    assert code == 0, errors
-    assert printed.count("the built-in shapes, 160 images") == 1
+    damaged = folder / sorted(before)[2]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"are unfinished: run the same precompute_latents\.py command again"):
+        load(folder)
+
+    # Both processes resume, and stop together at an unreadable image.
+    code, _, errors = launch_script(command, processes=2).wait()
+    assert code != 0
+    [line] = {line for line in errors.splitlines() if "150.png cannot be read" in line}
+    assert line.startswith("precompute_latents: ")
+    assert line.endswith("on_bad_image='skip' leaves it out")
+    assert "Connection closed" not in errors
+    numbers = {int(file.name[6:11]) for file in folder.glob("train-*")}
+    assert numbers == {*range(150), 151}
+
+    # A single process finishes.
+    precompute(folder, **images, on_bad_image="skip")
     after = {file.name: file.stat().st_ino for file in folder.glob("train-*")}
     assert len(after) == 160
-    assert {name for name in before if after[name] != before[name]} <= {broken.name}
+    assert {name for name in before if after[name] != before[name]} <= {damaged.name}
     assert not list(folder.glob(".*"))
-    open_features(folder, num_shapes=160)
-    whole = precompute(tmp_path / "whole", num_shapes=160)
-    one, other = (open_features(where).train.batches(50, num_steps=8) for where in (folder, whole))
-    for batch, wanted in zip(one, other, strict=True):
-        assert batch["captions"] == wanted["captions"]
-        torch.testing.assert_close(batch["moments"], wanted["moments"], rtol=0, atol=1e-5)
+    uninterrupted = precompute(tmp_path / "uninterrupted", **images, on_bad_image="skip")
+    options = {"needs_captions": False, "on_bad_image": "skip"}
+    one, other = (load(where, **options).train.batches(50, num_steps=8) for where in (folder, uninterrupted))
+    for batch, expected in zip(one, other, strict=True):
+        torch.testing.assert_close(batch["moments"], expected["moments"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"resolution": 32}, r"are of images with resolution=16, and resolution=32 is asked for"),
-        ({"center_crop": False}, r"with center_crop=True, and center_crop=False is asked for"),
-        ({"image_interpolation_mode": "box", "crop_size": 12}, r"crop_size=None, interpolation='lanczos', and crop_"),
-    ],
-)
-def test_features_of_other_images_are_refused(features, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        open_features(features, **changes)
+def test_interruption_says_how_to_resume(precompute, monkeypatch, tmp_path):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(precompute_latents.PrecomputedWriter, "write", interrupt)
+    with pytest.raises(TrainingStopped, match="run the same command again to resume") as stopped:
+        precompute(tmp_path / "interrupted")
+    assert stopped.value.exit_code == 130
 
 
-def test_what_was_not_precomputed_is_refused(precompute):
-    folder = precompute(pretrained_text_encoder_name_or_path=None, with_labels=False, random_flip=False)
-    with pytest.raises(
-        ValueError, match="have no mirrored images for random_flip: precompute them with --random_flip"
-    ):
-        open_features(folder, needs_captions=False)
-    with pytest.raises(ValueError, match="have no classes: precompute them with --with_labels"):
-        open_features(folder, needs_labels=True, random_flip=False)
-    with pytest.raises(ValueError, match="have no captions: precompute them with --pretrained_text_encoder_name_or_"):
-        open_features(folder, random_flip=False)
-
-
-def test_scripts_refuse_in_one_sentence(refused, features, encoders, vae, network, tmp_path):
-    settings = {**IMAGES, "precomputed_dir": features, "model_config_name_or_path": encoders / "model"}
-    other = refused(**settings, pretrained_vae_model_name_or_path=encoders / "vae1")
-    assert f"were made by the autoencoder {encoders / 'vae0'} (weights" in other
-    assert f"and {encoders / 'vae1'} (weights" in other
-    assert f"give --pretrained_vae_model_name_or_path {encoders / 'vae0'}" in refused(**settings)
-    assert "there is no index.json in" in refused(**settings | {"precomputed_dir": tmp_path}, **vae)
-    assert "are both given; train on one of them" in refused(**settings, **vae, train_data_dir="pictures")
-    evaluated = {"eval_steps": 2, "eval_features": network}
-    assert "which --precomputed_dir does not have: give --eval_reference" in refused(**settings, **vae, **evaluated)
-
-
-def test_another_text_encoder_is_refused(features, encoders):
-    data = open_features(features)
-    with pytest.raises(ValueError, match=r"made by the text_encoder .*clip0 .* and clip1 \(weights"):
-        check_text_encoder(data, caption_encoder(encoders / "clip1"), "clip1")
-    with pytest.raises(
-        ValueError, match="of captions of 12 tokens, and the model takes 7: make it with context_length"
-    ):
-        check_text_encoder(data, caption_encoder(encoders / "clip0", context_length=7), "clip0")
-    trained = caption_encoder(encoders / "clip0")
-    trained.text_encoder.requires_grad_(True)
-    with pytest.raises(ValueError, match="this one is to be trained: leave --train_text_encoder out and give"):
-        check_text_encoder(data, trained, "clip0")
-
-
-@pytest.fixture
-def damaged(features, tmp_path):
-    return shutil.copytree(features, tmp_path / "damaged")
-
-
-def test_broken_folders_are_refused(damaged):
-    shard = damaged / "train-00002.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-10])
-    with pytest.raises(ValueError, match=r"train-00002.safetensors has [\d,]+ bytes, and had [\d,]+; run the same"):
-        open_features(damaged)
-    shard.unlink()
-    with pytest.raises(ValueError, match=r"train-00002.safetensors is missing"):
-        open_features(damaged)
-    index = json.loads((damaged / "index.json").read_text())
-    (damaged / "index.json").write_text(json.dumps({**index, "format_version": 7}))
-    with pytest.raises(ValueError, match="has format_version 7, and 2 can be read"):
-        open_features(damaged)
-
-
-def test_a_byte_that_is_not_what_was_written_ends_the_run(train, damaged, encoders, vae, tmp_path):
-    for shard in damaged.glob("train-*"):  # it is found whichever rows are read
-        content = bytearray(shard.read_bytes())
-        start = 8 + int.from_bytes(content[:8], "little")
-        for i in range(start, len(content), 700):
-            content[i] ^= 1
-        shard.write_bytes(content)
-    settings = {**IMAGES, **vae, "precomputed_dir": damaged, "model_config_name_or_path": encoders / "model"}
-    with pytest.raises(
-        TrainingStopped, match=r"is not what was written: run the same precompute_latents\.py"
-    ) as stopped:
-        train(tmp_path / "run", **settings)
-    assert stopped.value.exit_code == 2
-
-
-def test_any_bit_that_is_not_what_was_written_is_seen(tmp_path):
-    """Also one of a class, of a caption or of the header."""
-    columns = {
-        "moments": torch.randn(3, 2, 1, 1),
-        "labels": torch.tensor([0, 1, 2]),
-        "text_features": torch.randn(4, 1, 2),
-    }
-    whole, shard = tmp_path / "whole.safetensors", tmp_path / "shard.safetensors"
-    save_shard(whole, columns, [["a"], ["b", "c"], ["d"]], {1: "it is no image"})
-    assert shard_is_complete(whole)
-    content = whole.read_bytes()
-    for place, byte in enumerate(content):
-        shard.write_bytes(content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :])
-        assert not shard_is_complete(shard), (place, content[max(0, place - 20) : place + 20])
-
-
-@pytest.mark.parametrize("part", ["labels", "captions", "empty caption"])
-def test_what_is_not_what_was_written_is_named_and_made_anew(precompute, damaged, part):
-    file = damaged / ("empty_caption.safetensors" if part == "empty caption" else "train-00001.safetensors")
-    content = bytearray(file.read_bytes())
-    header = 8 + int.from_bytes(content[:8], "little")
-    if part == "captions":
-        content[content.index(b'"captions":"[[') + len(b'"captions":"[')] ^= 1  # no valid JSON any longer
-    else:
-        name = "labels" if part == "labels" else "text_features"
-        content[header + json.loads(content[8:header])[name]["data_offsets"][0]] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{file.name} is not what was written: run the same precompute_latents"):
-        list(open_features(damaged, needs_labels=True).train.batches(9, num_steps=3))
-    precompute(damaged)
-    list(open_features(damaged, needs_labels=True).train.batches(9, num_steps=3))
-
-
-def test_precomputing_refuses(precompute, features, encoders, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stopped:
-        precompute(center_crop=False)
-    assert stopped.value.code == 2
-    assert "one crop of each image, not of a new one in each epoch: give --center_crop" in capsys.readouterr().err
-    with pytest.raises(
-        TrainingStopped, match=r"holds other features: autoencoder was .*vae0.* and is .*vae1"
-    ) as stopped:
-        precompute(features, pretrained_vae_model_name_or_path=encoders / "vae1")
-    assert stopped.value.exit_code == 2
-    with pytest.raises(TrainingStopped, match="is not empty and holds no features"):
-        precompute(encoders)
-    with pytest.raises(TrainingStopped, match="is no AutoencoderKL"):
-        precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
-
-
-@pytest.fixture
-def sixty_images(tmp_path):
-    """Of which the thirteenth can not be read, and is none of those that are looked at before encoding begins."""
-    (tmp_path / "images").mkdir()
-    for number in range(60):
-        Image.new("RGB", (16, 16), (4 * number, 80, 0)).save(tmp_path / "images" / f"{number:02}.png")
-    (tmp_path / "images" / "12.png").write_bytes(b"\x89PNG nothing")
-    images = {"train_data_dir": tmp_path / "images", "cache_dir": tmp_path / "cache", "num_shapes": None}
-    return {**images, "pretrained_text_encoder_name_or_path": None, "with_labels": False}
-
-
-def test_features_are_not_lost_at_an_image_that_can_not_be_read(precompute, sixty_images, tmp_path):
-    folder = tmp_path / "features"
-    with pytest.raises(TrainingStopped, match=r"12\.png can not be read: .*; on_bad_image='skip' leaves it out$"):
-        precompute(folder, **sixty_images)
-    before = {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}
-    assert len(before) == 1
-    precompute(folder, **sixty_images, on_bad_image="skip")
-    assert before.items() <= {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}.items()
-    batches = open_features(folder, needs_captions=False, on_bad_image="skip").train.batches(9, num_steps=6)
-    assert [name for batch in batches for name in batch.unreadable] == [f"row 12 of the train split of {folder}"]
-
-
-@pytest.mark.slow
-def test_an_image_that_another_process_can_not_read_is_named_once(
-    launch_script, flags_of_precomputing, sixty_images, tmp_path
-):
-    arguments = flags_of_precomputing(tmp_path / "features", **sixty_images)
-    code, _, errors = launch_script([SCRIPT, *arguments], processes=2).wait()
-    assert code != 0
-    named = [line for line in errors.splitlines() if "12.png can not be read" in line]
-    assert len(named) == 1
-    assert named[0].startswith("precompute_latents: ")
-    assert named[0].endswith("on_bad_image='skip' leaves it out")
-    assert "Connection closed" not in errors
-    # The first turn of both is over; the other process did not go on alone.
-    assert {file.name for file in (tmp_path / "features").glob("train-*")} == {"train-00000.safetensors"}
-
-
-def test_finished_features_are_kept_as_they_are(precompute, features):
-    before = {file.name: file.stat().st_mtime_ns for file in features.glob("train-*")}
-    precompute(features)
-    assert {file.name: file.stat().st_mtime_ns for file in features.glob("train-*")} == before
-    assert os.path.exists(features / "index.json")
+def test_keeps_finished_shards(precompute, latents):
+    before = {file.name: file.stat().st_mtime_ns for file in latents.glob("train-*")}
+    precompute(latents)
+    assert {file.name: file.stat().st_mtime_ns for file in latents.glob("train-*")} == before

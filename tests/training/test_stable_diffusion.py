@@ -2,13 +2,12 @@
 
 import logging
 import pickle
-import runpy
-from pathlib import Path
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from fake_cuda import DEVICE, fake_cuda
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UserError, apply_skip_scaling
 from scalelong_diffusers.training.stable_diffusion import (
@@ -20,7 +19,6 @@ from scalelong_diffusers.training.stable_diffusion import (
 )
 
 
-fake = runpy.run_path(Path(__file__).parents[1] / "fake_device.py")
 PROMPTS = ["a red circle", "purple", "a blue square on a table " * 3]
 
 
@@ -208,17 +206,17 @@ class TestEncoding:
         if kind == "sdxl":
             pipe.register_to_config(force_zeros_for_empty_prompt=zeros)
         ids = tokenized(pipe, PROMPTS)
-        with fake["FakeDevice"]() as mode:
-            pipe.to(fake["DEVICE"])
-            ids = {name: batch.to(fake["DEVICE"]) for name, batch in ids.items()}
-            dropped = torch.tensor([False, True, False]).to(fake["DEVICE"])
+        with fake_cuda() as mode:
+            pipe.to(DEVICE)
+            ids = {name: batch.to(DEVICE) for name, batch in ids.items()}
+            dropped = torch.tensor([False, True, False]).to(DEVICE)
             encode_tokens(pipe, ids, dropped, 64)  # copies the ids of the empty prompt
             mode.host_inputs.clear()
             arguments = encode_tokens(pipe, ids, dropped, 64)
             assert not mode.host_inputs
-            latents = torch.zeros(3, 4, 8, 8, device=fake["DEVICE"])
-            sample = pipe.unet(latents, torch.ones(3, device=fake["DEVICE"]), **arguments).sample
-        assert sample.device == fake["DEVICE"]
+            latents = torch.zeros(3, 4, 8, 8, device=DEVICE)
+            sample = pipe.unet(latents, torch.ones(3, device=DEVICE), **arguments).sample
+        assert sample.device == DEVICE
 
 
 class TestSchedule:

@@ -1,4 +1,4 @@
-"""Features are those of the model, whatever the batch; and a fingerprint tells networks apart."""
+"""Feature networks: their features, their fingerprints, and what is rejected."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from transformers import (
     ViTModel,
 )
 
+from scalelong_diffusers import UserError
 from scalelong_diffusers.evaluation import load_features
 from scalelong_diffusers.evaluation.networks import INCEPTION_WEIGHTS
 
@@ -34,68 +35,68 @@ def saved(model, folder):
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-def by_hand(images):
-    """What the processor makes of images of its own size."""
+def normalized(images):
+    """Normalize images as the processor does."""
     return images.float() / 127.5 - 1
 
 
-def test_they_are_the_pooled_output(features, network, images):
-    expected = ViTModel.from_pretrained(network)(by_hand(images)).pooler_output
-    torch.testing.assert_close(features(images), expected, atol=1e-5, rtol=0)
-    assert features(images).shape == (5, features.num_features)
-    torch.testing.assert_close(features(images[2:3]), features(images)[2:3], atol=1e-5, rtol=0)
+def test_features_are_the_pooled_output(extractor, network, images):
+    expected = ViTModel.from_pretrained(network)(normalized(images)).pooler_output
+    torch.testing.assert_close(extractor(images), expected, atol=1e-5, rtol=0)
+    assert extractor(images).shape == (5, extractor.num_features)
+    torch.testing.assert_close(extractor(images[2:3]), extractor(images)[2:3], atol=1e-5, rtol=0)
 
 
-def test_without_weights_of_a_pooler_they_are_the_mean_of_the_tokens(images, tmp_path):
+def test_features_are_the_mean_of_the_tokens_without_a_pooler(images, tmp_path):
     classifier = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **TINY)).eval()
-    features = saved(classifier, tmp_path / "classifier")
-    expected = classifier.vit(by_hand(images)).last_hidden_state.mean(1)
-    torch.testing.assert_close(features(images), expected, atol=1e-5, rtol=0)
-    assert load_features(str(tmp_path / "classifier")).fingerprint == features.fingerprint
+    extractor = saved(classifier, tmp_path / "classifier")
+    expected = classifier.vit(normalized(images)).last_hidden_state.mean(1)
+    torch.testing.assert_close(extractor(images), expected, atol=1e-5, rtol=0)
+    assert load_features(str(tmp_path / "classifier")).fingerprint == extractor.fingerprint
 
 
-def test_of_a_convolutional_network(images, tmp_path):
+def test_features_of_a_convolutional_network(images, tmp_path):
     model = ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], patch_size=1)).eval()
-    features = saved(model, tmp_path / "convnext")
-    torch.testing.assert_close(features(images), model(by_hand(images)).pooler_output, atol=1e-5, rtol=0)
+    extractor = saved(model, tmp_path / "convnext")
+    torch.testing.assert_close(extractor(images), model(normalized(images)).pooler_output, atol=1e-5, rtol=0)
 
 
-def test_of_a_model_of_images_and_text(images, tmp_path):
+def test_features_of_a_model_of_images_and_text(images, tmp_path):
     text = {"vocab_size": 9, **TINY}
     model = CLIPModel(
         CLIPConfig(text_config=text, vision_config={"image_size": 8, "patch_size": 4, **TINY}, projection_dim=6)
     ).eval()
-    features = saved(model, tmp_path / "clip")
-    assert features.num_features == 6
-    expected = model.get_image_features(pixel_values=by_hand(images)).pooler_output
-    torch.testing.assert_close(features(images), expected, atol=1e-5, rtol=0)
+    extractor = saved(model, tmp_path / "clip")
+    assert extractor.num_features == 6
+    expected = model.get_image_features(pixel_values=normalized(images)).pooler_output
+    torch.testing.assert_close(extractor(images), expected, atol=1e-5, rtol=0)
 
 
-def test_a_fingerprint_is_that_of_weights_and_processor_and_not_of_the_place(
-    features, network, make_network, tmp_path
+def test_fingerprint_depends_on_weights_and_processor_but_not_on_the_folder(
+    extractor, network, make_network, tmp_path
 ):
     same = load_features(str(make_network(tmp_path / "elsewhere")))
-    assert same.fingerprint == features.fingerprint
+    assert same.fingerprint == extractor.fingerprint
     ViTImageProcessorPil(size={"height": 8, "width": 8}, do_normalize=False).save_pretrained(tmp_path / "elsewhere")
-    assert load_features(str(tmp_path / "elsewhere")).fingerprint != features.fingerprint
+    assert load_features(str(tmp_path / "elsewhere")).fingerprint != extractor.fingerprint
     model = ViTModel.from_pretrained(network)
     with torch.no_grad():
         model.layernorm.bias[0] += 1e-3
-    assert saved(model, tmp_path / "trained").fingerprint != features.fingerprint
+    assert saved(model, tmp_path / "trained").fingerprint != extractor.fingerprint
 
 
-class TestRefused:
-    def test_no_image_processor(self, tmp_path):
+class TestRejects:
+    def test_missing_image_processor(self, tmp_path):
         ViTModel(ViTConfig(image_size=8, patch_size=4, **TINY)).save_pretrained(tmp_path / "bare")
-        with pytest.raises(ValueError, match=r"bare has no image processor \(preprocessor_config.json\)"):
+        with pytest.raises(UserError, match=r"the image processor of .*bare cannot be loaded: "):
             load_features(str(tmp_path / "bare"))
 
-    def test_no_vision_model(self, tmp_path):
-        with pytest.raises(ValueError, match="bert is no vision model: BertModel reads input_ids, not pixel_values"):
+    def test_text_model(self, tmp_path):
+        with pytest.raises(UserError, match="bert is not a vision model: BertModel reads input_ids"):
             saved(BertModel(BertConfig(vocab_size=9, **TINY)), tmp_path / "bert")
 
-    def test_no_model(self, tmp_path):
-        with pytest.raises(ValueError, match=r"is no model of transformers: it has no config.json"):
+    def test_folder_without_model(self, tmp_path):
+        with pytest.raises(UserError, match=f"{tmp_path.name} cannot be loaded"):
             load_features(str(tmp_path))
 
     def test_missing_weights(self, network, tmp_path):
@@ -103,37 +104,37 @@ class TestRefused:
         weights = {name: tensor for name, tensor in model.state_dict().items() if "layernorm_after" not in name}
         model.save_pretrained(tmp_path / "less", state_dict=weights)
         ViTImageProcessorPil().save_pretrained(tmp_path / "less")
-        with pytest.raises(ValueError, match=r"less lacks weights of its ViTModel, such as .*layernorm_after"):
+        with pytest.raises(UserError, match=r"less lacks weights of its ViTModel, such as .*layernorm_after"):
             load_features(str(tmp_path / "less"))
 
     def test_damaged_weights(self, make_network, tmp_path):
         file = make_network(tmp_path / "cut") / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-9])
-        with pytest.raises(OSError, match=r"the weights in .*cut are damaged, or were not downloaded to their end"):
+        with pytest.raises(UserError, match=r"the weights in .*cut are damaged"):
             load_features(str(tmp_path / "cut"))
 
     @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
-    def test_damaged_weights_of_torch(self, damage, make_network, tmp_path):
+    def test_damaged_torch_weights(self, damage, make_network, tmp_path):
         safetensors = make_network(tmp_path / "old") / "model.safetensors"
         file = safetensors.with_name("pytorch_model.bin")
-        # torch sees the end of a small archive and of a large one in different ways.
+        # torch reports the end of small and large archives differently.
         torch.save({**load_file(safetensors), "unused": torch.zeros(100_000)}, file)
         safetensors.unlink()
         load_features(str(file.parent))
-        file.write_bytes({"cut": file.read_bytes()[:-300], "text": b"no weights", "empty": b""}[damage])
-        with pytest.raises(OSError, match=r"the weights in .*old are damaged, or were not downloaded to their end"):
+        file.write_bytes({"cut": file.read_bytes()[:-300], "text": b"not weights", "empty": b""}[damage])
+        with pytest.raises(UserError, match=r"the weights in .*old are damaged"):
             load_features(str(file.parent))
 
     def test_weights_of_another_config(self, make_network, tmp_path):
         config = make_network(tmp_path / "wide") / "config.json"
         config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
-        with pytest.raises(ValueError, match=r"wide has a component whose weights do not fit its config.json"):
+        with pytest.raises(UserError, match=r"wide has a component whose weights do not fit its config.json"):
             load_features(str(tmp_path / "wide"))
 
     @pytest.mark.parametrize("damage", ["cut", "text", "empty", "other weights"])
-    def test_damaged_weights_of_inception(self, damage, monkeypatch, tmp_path):
+    def test_damaged_inception_weights(self, damage, monkeypatch, tmp_path):
         def network(*arguments, **options):
-            """Loads its weights as torch-fidelity does."""
+            """Load the weights as torch-fidelity does."""
             weights = torch.hub.load_state_dict_from_url(f"https://host/{INCEPTION_WEIGHTS}")
             torch.nn.Linear(2, 2).load_state_dict(weights)
 
@@ -143,19 +144,19 @@ class TestRefused:
         file.parent.mkdir(parents=True)
         torch.save({"some": torch.zeros(2)}, file)
         if damage != "other weights":
-            file.write_bytes({"cut": file.read_bytes()[:-300], "text": b"no weights", "empty": b""}[damage])
-        with pytest.raises(OSError, match=f"the weights of Inception in .*{INCEPTION_WEIGHTS} are damaged: put "):
+            file.write_bytes({"cut": file.read_bytes()[:-300], "text": b"not weights", "empty": b""}[damage])
+        with pytest.raises(UserError, match=f"the weights of Inception in .*{INCEPTION_WEIGHTS} are damaged: put "):
             load_features("inception")
 
-    def test_weights_of_inception_that_are_not_there(self, monkeypatch, tmp_path):
+    def test_inception_weights_that_cannot_be_downloaded(self, monkeypatch, tmp_path):
         def network(*arguments, **options):
             raise OSError("no network")
 
         monkeypatch.setattr("torchmetrics.image.fid.FrechetInceptionDistance", network)
         monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-        with pytest.raises(OSError, match=r"the weights of Inception can not be downloaded \(no network\): put "):
+        with pytest.raises(UserError, match=r"the weights of Inception cannot be downloaded \(no network\): put "):
             load_features("inception")
 
-    def test_a_revision_of_inception(self):
-        with pytest.raises(ValueError, match="a revision is of a model on the Hub"):
+    def test_revision_of_inception(self):
+        with pytest.raises(UserError, match="inception has no revisions, got 'main'"):
             load_features("inception", revision="main")

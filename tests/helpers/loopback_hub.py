@@ -1,10 +1,10 @@
 """
-A Hub in memory on loopback, for the real client: models and data sets, with commits, branches, pull requests.
+A Hub in memory on loopback for the real client: models and datasets, with commits, branches and pull requests.
 
-    python tests/loopback_hub.py        prints its address and serves until it is ended
+    python tests/loopback_hub.py        prints its URL and serves until it is stopped
 
-The owner's token may do everything, the reader's may read what is public. The client is told by the environment,
-before it is imported: HF_ENDPOINT, HF_TOKEN, HF_HUB_DISABLE_XET=1 and an HF_HOME of its own.
+The owner's token allows everything, the reader's token allows reading public repositories. The client needs these
+environment variables before it is imported: HF_ENDPOINT, HF_TOKEN, HF_HUB_DISABLE_XET=1 and a separate HF_HOME.
 """
 
 import base64
@@ -25,22 +25,25 @@ DATE = "2026-01-01T00:00:00.000Z"
 
 
 class Refusal(Exception):
+    """An answer with an error status."""
+
     def __init__(self, status: int, code: str = "", message: str = "", **headers: str):
         self.status, self.message = status, message or code
         self.headers = {"X-Error-Code": code, "X-Error-Message": self.message, **headers}
 
 
 class Repository:
-    """Commits are dicts from path to bytes, found by branch, pull request or hash."""
+    """A repository whose commits are dicts from path to bytes, found by branch, pull request or hash."""
 
-    def __init__(self, private: bool):
+    def __init__(self, name: str, private: bool):
+        self.name = name
         self.private = private
         self.commits: dict[str, dict[str, bytes]] = {}
         self.refs: dict[str, str] = {}
         self.commit("main", {})
 
     def commit(self, ref: str, files: dict[str, bytes]) -> str:
-        sha = hashlib.sha1(f"commit {len(self.commits)} on {ref}".encode()).hexdigest()
+        sha = hashlib.sha1(f"commit {len(self.commits)} on {ref} of {self.name}".encode()).hexdigest()
         self.commits[sha] = files
         self.refs[ref] = sha
         return sha
@@ -57,14 +60,14 @@ def is_large(path: str) -> bool:
 
 
 def file_id(path: str, content: bytes) -> str:
-    """What the Hub calls a file's oid: git's hash, or the SHA-256 of a large file."""
+    """Return the Hub's oid of a file: git's hash, or the SHA-256 of a large file."""
     if is_large(path):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def entries_of(files: dict[str, bytes]) -> list[dict]:
-    """A commit's files and the folders that they are in."""
+    """Return the entries of a commit: its files and their folders."""
     folders = sorted({str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."})
     return [{"type": "directory", "path": path, "oid": file_id("", path.encode()), "size": 0} for path in folders] + [
         {"type": "file", "path": path, "oid": file_id(path, content), "size": len(content)}
@@ -77,8 +80,8 @@ ROUTES = []
 
 def route(method: str, pattern: str):
     """
-    Register a function of the handler for a method and path; `{repo}` is the id of a model or data set, other names
-    fit anything.
+    Register a function of the handler for a method and path. `{repo}` matches the id of a model or dataset, other
+    names match anything.
     """
     pattern = pattern.replace("{kind}", "(?:models|datasets)")
     pattern = re.sub(r"\{(\w+)\}", lambda m: f"(?P<{m[1]}>{'[^/]+/[^/]+' if m[1] == 'repo' else '.+'})", pattern)
@@ -160,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.token != OWNER_TOKEN:
             raise Refusal(403, "", "Forbidden: you don't have the right to write here")
 
-    # What follows is the protocol, in the order in which a push and a load meet it.
+    # The protocol, in the order of a push and a load.
 
     @route("GET", "/api/whoami-v2")
     def whoami(self):
@@ -177,7 +180,9 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.address}/{repo}"
         if repo in self.repositories:
             return self.reply({"error": "You already created this model repo", "url": url}, 409)
-        self.repositories[repo] = Repository(bool(request.get("private") or request.get("visibility") == "private"))
+        self.repositories[repo] = Repository(
+            repo, bool(request.get("private") or request.get("visibility") == "private")
+        )
         self.reply({"url": url, "name": repo, "id": "1"})
 
     @route("POST", "/api/{kind}/{repo}/branch/{branch}")
@@ -195,11 +200,11 @@ class Handler(BaseHTTPRequestHandler):
     @route("POST", "/api/{kind}/{repo}/preupload/{revision}")
     def preupload(self, repo, revision):
         repository = self.repository(repo, write=True)
-        there = repository.commits[repository.sha_of(revision)]
+        files = repository.commits[repository.sha_of(revision)]
         answers = []
         for file in json.loads(self.body)["files"]:
             path = file["path"]
-            oid = file_id(path, there[path]) if path in there else None
+            oid = file_id(path, files[path]) if path in files else None
             mode = "lfs" if is_large(path) else "regular"
             answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.reply({"files": answers})
@@ -217,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
     @route("PUT", "/large/{oid}")
     def large_file(self, oid):
         if hashlib.sha256(self.body).hexdigest() != oid:
-            raise Refusal(400, "", "the content does not have that hash")
+            raise Refusal(400, "", "the content has another hash")
         self.large_files[oid] = self.body
         self.reply({})
 
@@ -252,9 +257,9 @@ class Handler(BaseHTTPRequestHandler):
     @route("POST", "/api/{kind}/{repo}/paths-info/{revision}")
     def paths_info(self, repo, revision):
         repository = self.repository(repo)
-        asked = parse_qs(self.body.decode())["paths"]
+        paths = parse_qs(self.body.decode())["paths"]
         entries = entries_of(repository.commits[repository.sha_of(revision)])
-        self.reply([entry for entry in entries if entry["path"] in asked])
+        self.reply([entry for entry in entries if entry["path"] in paths])
 
     @route("GET", "/api/{kind}/{repo}/revision/{revision}")
     def revision(self, repo, revision):
@@ -273,14 +278,14 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.repository(repo)
         sha = repository.sha_of(revision)
         if path not in repository.commits[sha]:
-            # By the commit the client notes in its cache that there is no such file.
+            # With the commit, the client remembers in its cache that the file does not exist.
             raise Refusal(404, "EntryNotFound", f"{path} is not in {repo}", **{"X-Repo-Commit": sha})
         content = repository.commits[sha][path]
         about = {"X-Repo-Commit": sha, "ETag": f'"{file_id(path, content)}"', "Accept-Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if asked is None:
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None:
             return self.reply(content, headers=about)
-        first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+        first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
         about["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         self.reply(content[first : last + 1], status=206, headers=about)
 

@@ -1,13 +1,12 @@
 """Sampling on a device whose values cannot be read: no device mismatches, and no synchronization between the steps."""
 
 import copy
-import runpy
-from pathlib import Path
 
 import diffusers
 import pytest
 import torch
 from diffusers import DDIMScheduler
+from fake_cuda import DEVICE, fake_cuda
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from scalelong_diffusers import (
@@ -18,7 +17,6 @@ from scalelong_diffusers import (
 from scalelong_diffusers.pipelines import base
 
 
-fake = runpy.run_path(Path(__file__).parents[1] / "fake_device.py")
 SCHEDULERS = [
     "DDIMScheduler", "DDPMScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler",
     "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "UniPCMultistepScheduler", "HeunDiscreteScheduler",
@@ -35,15 +33,15 @@ def unchecked(monkeypatch):
 def sample(pipe, *args, output_type="pt", **kwargs):
     """Return the images of two steps of a copy of the pipeline on the fake device."""
     pipe = copy.deepcopy(pipe)
-    with fake["FakeDevice"]():
-        pipe.to(fake["DEVICE"])
+    with fake_cuda():
+        pipe.to(DEVICE)
         kwargs = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0), **kwargs}
         return pipe(*args, output_type=output_type, **kwargs).images
 
 
 def check_images(images, *shape):
     assert images.shape == shape
-    assert images.device == fake["DEVICE"]
+    assert images.device == DEVICE
 
 
 @pytest.mark.usefixtures("unchecked")

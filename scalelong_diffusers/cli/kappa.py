@@ -1,0 +1,38 @@
+"""`scalelong kappa` relates the decay factor kappa to S, the sum of all k_i^2, for a number of skips."""
+
+import argparse
+import json
+
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.scaling.factors import MEAN_NOISE_RATIO, UPPER_NOISE_RATIO, skip_energy, solve_kappa
+
+
+# More skips than any model has; beyond it the table would take ever longer.
+MAX_SKIPS = 1_000_000
+
+
+def add_command(commands: argparse._SubParsersAction):
+    parser = commands.add_parser("kappa", help="show S = sum of k_i^2 for values of kappa and a number of skips")
+    parser.add_argument("--skips", type=int, required=True, metavar="N", help="number of long skip connections")
+    parser.add_argument("--target", type=float, metavar="S", help="print only the kappa that gives this S")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    n = arguments.skips
+    if not 1 <= n <= MAX_SKIPS:
+        raise UserError(f"--skips must be at least 1 and at most {MAX_SKIPS:,}, got {n}")
+    targets = [MEAN_NOISE_RATIO, 2.0, UPPER_NOISE_RATIO] if arguments.target is None else [arguments.target]
+    kappas = [0.5, 0.7, 0.9, 0.95, 1.0] if arguments.target is None else []
+    solved = [(solve_kappa(target, n), target) for target in targets]
+    table = [(kappa, skip_energy(kappa, n)) for kappa in [*(kappa for kappa, _ in solved), *kappas]]
+    if arguments.json:
+        print(json.dumps({"skips": n, "table": [{"kappa": kappa, "S": energy} for kappa, energy in table]}))
+        return 0
+    print(f"N = {n} long skips, S = sum of kappa^(2(i-1))\n   kappa       S")
+    for kappa, energy in table:
+        print(f"{kappa:8.4f}  {energy:6.3f}")
+    if any(energy < target - 1e-6 for (_, target), (_, energy) in zip(solved, table)):
+        print(f"S cannot be more than N = {n}, which kappa = 1 gives")
+    return 0

@@ -1,0 +1,71 @@
+"""Every private part of torch and diffusers in `internals` still does what the package relies on."""
+
+import pytest
+import torch
+from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+from torch.utils.checkpoint import checkpoint
+
+import scalelong_diffusers
+from scalelong_diffusers import internals
+
+
+def test_register_library():
+    assert LOADABLE_CLASSES[scalelong_diffusers.__name__] == {"ModelMixin": ["save_pretrained", "from_pretrained"]}
+
+
+def test_write_config_entry(ddpm):
+    model = ddpm.build()
+    stock = dict(model.config)
+    default = next(name for name in stock["_use_default_values"] if name != "dropout")
+    internals.write_config_entry(model, "dropout", 0.5)
+    assert model.config.dropout == 0.5
+    assert "dropout" not in model.config["_use_default_values"]
+    assert default in model.config["_use_default_values"]
+    assert type(model).from_config(model.config).config.dropout == 0.5  # would be the default if it were in the list
+    internals.write_config_entry(model, "other", {"a": 1})
+    assert model.config.other == {"a": 1}
+    internals.write_config_entry(model, "other", None)
+    assert "other" not in model.config
+    assert model.config.keys() == stock.keys()
+    named = type(model).from_config({**stock, "_class_name": "UNet2DModel"})
+    named.__class__ = scalelong_diffusers.ScaleLongUNet2DModel
+    internals.write_config_entry(named, "other", 1)
+    assert named.config["_class_name"] == "ScaleLongUNet2DModel"
+
+
+def test_is_compiled():
+    model = torch.nn.Linear(1, 1)
+    assert not internals.is_compiled(model)
+    model.compile()
+    assert internals.is_compiled(model)
+
+
+def test_has_functorch_transform():
+    seen = []
+    torch.func.grad(lambda x: seen.append(internals.has_functorch_transform()) or x.sum())(torch.ones(1))
+    assert seen == [True]
+    assert not internals.has_functorch_transform()
+
+
+def test_has_saved_tensors_hooks():
+    seen = []
+
+    def block(x):
+        seen.append(internals.has_saved_tensors_hooks())
+        return x * x
+
+    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert seen == [True]
+    assert not internals.has_saved_tensors_hooks()
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_adapter_names(sd):
+    peft = pytest.importorskip("peft")
+    unet = sd.build()
+    assert internals.adapter_names(unet) == []
+    for name in ("first", "second"):
+        unet.add_adapter(peft.LoraConfig(target_modules=["to_q"]), adapter_name=name)
+    assert internals.adapter_names(unet) == ["first", "second"]
+    unet.unload_lora()
+    assert internals.adapter_names(unet) == []
