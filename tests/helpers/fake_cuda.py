@@ -33,7 +33,9 @@ class FakeCuda(FakeTensorMode):
         leaves = tree_leaves((args, kwargs))
         is_host = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
         others = [leaf for leaf, host in zip(leaves, is_host) if not host]
-        if not any(isinstance(leaf, FakeTensor) or leaf == DEVICE for leaf in others):
+        if not any(
+            isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf == DEVICE) for leaf in others
+        ):
             return func(*args, **(kwargs or {}))
         # A tensor of no dimension is passed like a number.
         if any(host and leaf.dim() for leaf, host in zip(leaves, is_host)):
