@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
-from scalelong_diffusers.data import Batch
+from scalelong_diffusers.data import SHAPE_CLASSES, Batch
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.train import train_unconditional
 from scalelong_diffusers.training import TrainingStopped, run_script
@@ -63,9 +63,11 @@ def reset_accelerate():
 
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory) -> Path:
+    """The config of an unconditional model, and in its folders `classes` and `text` the configs of other tasks."""
     folder = tmp_path_factory.mktemp("tiny")
     UViTModel(**TINY).save_config(folder)
-    UViTModel(**TINY, num_class_embeds=5).save_config(folder / "five_classes")
+    UViTModel(**TINY, num_class_embeds=len(SHAPE_CLASSES) + 1).save_config(folder / "classes")
+    UViTModel(**TINY, cross_attention_dim=16, context_length=20).save_config(folder / "text")
     return folder
 
 
