@@ -669,5 +669,7 @@ def _enable_gradient_checkpointing(module: nn.Module):
     """Use the method of diffusers or of transformers."""
     if isinstance(module, ModelMixin):
         module.enable_gradient_checkpointing()
-    else:
+    elif hasattr(module, "activation_checkpointing_enable"):
+        module.activation_checkpointing_enable()
+    else:  # transformers 5 before the method was renamed
         module.gradient_checkpointing_enable()
