@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.options import (
     ArgumentParser,
     add_options,
@@ -239,7 +239,10 @@ class TrainingConfig(RunConfig):
             script = preset.task.replace("-", "_")
             accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
             raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
-        return preset.training
+        implied = dict(preset.training)
+        if values.get("train_batch_size") is not None:
+            implied.pop("total_batch_size", None)
+        return implied
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -255,7 +258,7 @@ def make_config(config_class: type[Config], **values) -> Config:
     """
     accepted = {flag for flag, _, _ in options_of(config_class)}
     if unknown := sorted(set(values) - accepted):
-        raise UserError(f"{config_class.__name__} has no option {unknown[0]}")
+        raise UserError(f"{config_class.__name__} has no option {unknown[0]!r}{did_you_mean(unknown[0], accepted)}")
     values = {**config_class.implied_options(values), **values}
     scaling = {"skip_scaling": config_class.default_skip_scaling, **values}
     scaling = SkipScalingConfig.from_flags({flag: value for flag, value in scaling.items() if value is not None})
@@ -266,7 +269,8 @@ def make_parser(config_class: type[RunConfig], description: str) -> ArgumentPars
     """Return a parser with a flag for every option of a config class."""
     parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip())
     add_options(parser, config_class, "this script")
-    add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
+    default = config_class.default_skip_scaling or "the scaling of the pipeline, or ls if it has none"
+    add_options(parser, SkipScalingConfig, "skip scaling", f"default of --skip_scaling: {default}", optional=True)
     for entry in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(entry.type) and entry.name != "skip_scaling":
             add_options(parser, entry.type, entry.name, defaults=entry.default_factory())
@@ -310,6 +314,9 @@ def check_same_settings(
     # Equal data may be described differently, for example if its folder was moved.
     if before.get("data_fingerprint") == now["data_fingerprint"]:
         free.add("data")
+    # The fields of another method differ anyway.
+    if before.get("skip_scaling") != now.get("skip_scaling"):
+        free |= {flag for flag, _, _ in options_of(SkipScalingConfig)} - {"skip_scaling"}
     if not (before.get("eval_steps") and now["eval_steps"]):
         free |= _EVALUATION_SETTINGS
     changed = {

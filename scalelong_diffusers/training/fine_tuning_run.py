@@ -3,16 +3,18 @@
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils import is_peft_available
 from torch import nn
 
-from scalelong_diffusers.data import Batch
+from scalelong_diffusers.data import Batch, DataConfig
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.hub.adapters import NO_PEFT
 from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.options import option
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
 from scalelong_diffusers.randomness import seed_for
@@ -37,6 +39,15 @@ if TYPE_CHECKING:
 
 # If a scaling must be warmed up and --skip_scaling_warmup_steps is not given.
 DEFAULT_WARMUP_STEPS = 500
+
+
+@dataclass(frozen=True)
+class FineTuningDataConfig(DataConfig):
+    """The data of a fine-tuning run, whose resolution is the pipeline's own by default."""
+
+    resolution: int | None = option(
+        None, "scale and crop images to this width and height in pixels (default: the pipeline's own)", at_least=1
+    )
 
 
 class FineTuning:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +31,11 @@ from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE
 from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.options import flat_options
 from scalelong_diffusers.patching import set_skip_scaling_strength, skip_connections
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
+from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training import saving
 from scalelong_diffusers.training.checkpoints import Checkpoints
 from scalelong_diffusers.training.config import RunConfig, check_same_settings, settings_of
@@ -77,6 +80,11 @@ class RunSize:
                     f"{options.gradient_accumulation_steps} accumulations: pass --train_batch_size"
                 )
         total = per_process * shares
+        if options.total_batch_size not in (None, total):
+            raise UserError(
+                f"--total_batch_size {options.total_batch_size} and --train_batch_size {per_process} x {num_processes} "
+                f"processes x {options.gradient_accumulation_steps} accumulations = {total} differ: pass one of them"
+            )
         if total > num_samples:
             raise UserError(
                 f"a step takes {total} images (--train_batch_size {per_process} x --gradient_accumulation_steps "
@@ -223,7 +231,12 @@ class TrainingRun:
         options = self.config.optimization
         self.modules = modules
         self.size = RunSize.of(self.config, self.accelerator.num_processes, self.data.train.num_samples)
-        self._warmup_steps = options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps
+        self._warmup_steps = (options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps) or 0
+        if self._warmup_steps >= self.size.max_train_steps:
+            raise UserError(
+                f"--skip_scaling_warmup_steps {self._warmup_steps} does not end within the run's "
+                f"{self.size.max_train_steps} steps: warm up for fewer steps, or train longer"
+            )
         self.settings = self._describe_settings()
         evaluates = self.config.monitoring.eval_steps > 0
         self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
@@ -459,8 +472,8 @@ class TrainingRun:
 
     def _report_nonfinite_steps(self, longest_run: int):
         self.say(
-            f"warning: step {self.global_step}: up to {longest_run} steps in a row had a non-finite loss or gradient, "
-            "and their updates were skipped"
+            f"warning: step {self.global_step}: skipped updates with a non-finite loss or gradient (at most "
+            f"{longest_run} in a row)"
         )
         limit = self.config.optimization.max_nonfinite_losses
         if longest_run >= limit and not self.optimizer_step.scaler_can_help():
@@ -536,15 +549,17 @@ class TrainingRun:
     def _describe_settings(self) -> dict[str, Any]:
         """Return all options and what they led to, and print them."""
         train, validation = self.data.train.num_samples, self.data.validation.num_samples
+        scaling = skip_connections(self.modules["unet"]).config
         settings = {
             **settings_of(self.config),
+            **flat_options(scaling),
             **dataclasses.asdict(self.size),
             "resolution": self.resolution,
             "mixed_precision": self.accelerator.mixed_precision,
-            "skip_scaling_warmup_steps": self._warmup_steps or 0,
+            "skip_scaling_warmup_steps": self._warmup_steps,
             "data": f"{self.data.description}: {train:,} to train on, {validation:,} to validate with",
             "data_fingerprint": self.data.fingerprint,
-            "model": _describe_model(self.modules["unet"]),
+            "model": _describe_model(self.modules["unet"], scaling),
         }
         for name, value in sorted(settings.items()):
             self.accelerator.print(f"{name}: {value}")
@@ -574,6 +589,9 @@ class TrainingRun:
     @contextmanager
     def _catching_signals(self):
         """Save and stop at SIGTERM and the first Ctrl-C. A second Ctrl-C stops without saving."""
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+            yield
+            return
 
         def note(number, frame):
             if self._signal == number == signal.SIGINT:
@@ -639,17 +657,19 @@ def _check_writable(folder: Path):
                 path.rmdir()
 
 
-def _describe_model(model: nn.Module) -> str:
+def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
     parameters = list(model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     part = "" if trained == total else f", {trained:,} trained"
-    return f"{type(model).__name__}, {total:,} parameters{part}, {skip_connections(model).config}"
+    return f"{type(model).__name__}, {total:,} parameters{part}, {scaling}"
 
 
 def _enable_gradient_checkpointing(module: nn.Module):
     """Use the method of diffusers or of transformers."""
     if isinstance(module, ModelMixin):
         module.enable_gradient_checkpointing()
-    else:
+    elif hasattr(module, "activation_checkpointing_enable"):
+        module.activation_checkpointing_enable()
+    else:  # transformers 5 before the method was renamed
         module.gradient_checkpointing_enable()

@@ -119,6 +119,6 @@ def _load_optimizer_state(run: "TrainingRun", tensors: dict[str, torch.Tensor], 
     for key, value in {**tensors, **numbers}.items():
         name, entry = key.rsplit("/", 1)
         parameter = run.optimizer_step.named_parameters[name]
-        # The fused AdamW keeps its step counts on the device, other optimizers keep numbers on the CPU.
-        on_device = isinstance(value, torch.Tensor) and (value.dim() > 0 or is_fused(optimizer))
+        # The fused AdamW counts steps on the device, other optimizers of torch on the CPU.
+        on_device = isinstance(value, torch.Tensor) and (entry != "step" or is_fused(optimizer))
         optimizer.state[parameter][entry] = value.to(parameter.device) if on_device else value

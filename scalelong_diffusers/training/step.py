@@ -135,10 +135,12 @@ class OptimizerStep:
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() > 1
 
+    @torch.no_grad()
     def nonfinite_weights(self, count: int = 3) -> list[str]:
         """Return the names of the first parameters with a non-finite entry."""
-        largest = torch.stack(torch._foreach_norm(self.parameters, ord=math.inf)).tolist()
-        return [name for name, value in zip(self.named_parameters, largest) if not math.isfinite(value)][:count]
+        if torch.nn.utils.get_total_norm(self.parameters, math.inf).isfinite():
+            return []
+        return [name for name, weight in self.named_parameters.items() if not weight.isfinite().all()][:count]
 
 
 def adamw(config: OptimizationConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
