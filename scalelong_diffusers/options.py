@@ -316,11 +316,9 @@ def parse_options(parser: ArgumentParser, config_class: type[Config], argv: Sequ
     try:
         return build_config(config_class, arguments)
     except UserError as error:
-        parser.error(as_flags(str(error), config_class))
+        parser.error(as_flags(str(error), arguments))
 
 
-def as_flags(message: str, config_class: type) -> str:
+def as_flags(message: str, flags: Collection[str]) -> str:
     """Write the option that a message begins with as a flag."""
-    name, space, rest = message.partition(" ")
-    is_flag = name.split("=")[0] in {flag for flag, _, _ in options_of(config_class)}
-    return f"--{name}{space}{rest}" if is_flag else message
+    return f"--{message}" if message.split()[0].split("=")[0] in flags else message

@@ -116,7 +116,7 @@ def test_help_shows_defaults_and_escapes_percent_signs(capsys):
 
 
 def test_messages_name_flags():
-    assert as_flags("rate must be small", Outer) == "--rate must be small"
-    assert as_flags("something else", Outer) == "something else"
+    assert as_flags("rate must be small", ["rate"]) == "--rate must be small"
+    assert as_flags("something else", ["rate"]) == "something else"
     assert did_you_mean("kapa", ["kappa"]) == " (did you mean 'kappa'?)"
     assert did_you_mean("xyz", ["kappa"]) == ""

@@ -200,7 +200,7 @@ class TestRejected:
             num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=4
         )
         message = (
-            "DiTTransformer2DModel has no long skips that this package knows; models .*: UNet2DModel, .*UViTModel"
+            "DiTTransformer2DModel has no long skips that this package knows; models .*: .*UNet2DModel, .*UNetMotionModel"
         )
         assert_rejected(dit, "cs", message)
         uvit = diffusers.UVit2DModel(

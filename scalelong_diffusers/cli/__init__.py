@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from scalelong_diffusers.cli import convert, evaluate, inspect, kappa, presets, sample
 from scalelong_diffusers.errors import UserError, did_you_mean
-from scalelong_diffusers.options import ArgumentParser
+from scalelong_diffusers.options import ArgumentParser, as_flags
 from scalelong_diffusers.version import __version__
 
 
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # the code of a program that SIGPIPE ends
     except UserError as error:
-        print(f"scalelong: {' '.join(str(error).split())}", file=sys.stderr)
+        message = as_flags(" ".join(str(error).split()), vars(arguments))
+        print(f"scalelong: {message}", file=sys.stderr)
         return 2
 
 

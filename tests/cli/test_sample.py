@@ -319,7 +319,7 @@ BAD = {
     "number of images": (["unconditional", "-n", "0"], ["argument --num_images/-n: must be at least 1, got 0"]),
     "batch size": (["unconditional", "--batch_size", "0"], ["argument --batch_size: must be at least 1, got 0"]),
     "device": (["unconditional", "--device", "gpu"], ["--device gpu cannot be used: "]),
-    "dtype": (["unconditional", "--dtype", "int8"], ["argument --dtype: invalid choice: 'int8'"]),
+    "dtype": (["unconditional", "--dtype", "int8"], ["--dtype must be one of float32, bfloat16, float16, got 'int8'"]),
     "no folder": (["nowhere"], ["nowhere", "Hub"]),
     "a model": (["unconditional/unet"], ["unet", "model_index.json"]),
     "text without a prompt": (["text"], ["is a text-to-image pipeline: give at least one --prompt"]),

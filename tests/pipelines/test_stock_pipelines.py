@@ -11,7 +11,7 @@ from scalelong_diffusers import apply_skip_scaling, remove_skip_scaling, skip_co
 @pytest.fixture
 def components(tiny_stable_diffusion):
     """The components of a Stable Diffusion whose U-Net is scaled."""
-    apply_skip_scaling(tiny_stable_diffusion, {"method": "ls", "reduction": 4, "shared": False})
+    apply_skip_scaling(tiny_stable_diffusion, {"method": "ls", "reduction": 4, "init": "paper"})
     return tiny_stable_diffusion.components | {"requires_safety_checker": False}
 
 
