@@ -16,7 +16,8 @@ from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
 from scalelong_diffusers.data.shapes import Shapes
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
-from scalelong_diffusers.training import checkpoints
+from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.training import checkpoints, monitoring
 
 
 pytestmark = pytest.mark.slow
@@ -139,28 +140,46 @@ def test_signal_saves_and_explains_how_to_resume(launch, train, finished, weight
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0 if processes == 1 else 1e-3)
 
 
-def test_signal_to_one_process_stops_all(launch, tmp_path):
+@pytest.fixture
+def sampling(monkeypatch, tmp_path):
+    """Two files: the first appears while samples are made, which goes on until the second one does."""
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+
+    def wait(images, columns):
+        begun.touch()
+        while not may_end.exists():
+            time.sleep(0.001)
+        return grid(images, columns)
+
+    monkeypatch.setattr(monitoring, "grid", wait)
+    return begun, may_end
+
+
+SAMPLES = {"num_samples": 1, "num_inference_steps": 1, "validation_steps": 0, "checkpointing_steps": 1000}
+
+
+def test_signal_to_one_process_stops_all(launch, sampling, tmp_path):
     """The signal arrives while the main process makes samples in step 3. It takes effect at the next log line."""
+    begun, may_end = sampling
     folder = tmp_path / "run"
-    settings = {"sample_steps": 3, "num_samples": 4, "num_inference_steps": 200, "checkpointing_steps": 1000}
-    running = launch(folder, processes=2, max_train_steps=400, logging_steps=2, validation_steps=0, **settings)
-    running.wait_until(lambda: count_lines(folder) == 1)
-    time.sleep(0.2)
+    running = launch(folder, processes=2, max_train_steps=400, logging_steps=2, sample_steps=3, **SAMPLES)
+    running.wait_until(begun.exists)
     running.process.send_signal(signal.SIGTERM, 1)
-    code, _, errors = running.wait(timeout=90)
+    may_end.touch()
+    code, _, errors = running.wait()
     assert code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after step 4 of 400" in errors
     assert checkpoints_in(folder) == ["checkpoint-4"]
 
 
-def test_second_interrupt_stops_without_saving(launch, tmp_path):
+def test_second_interrupt_stops_without_saving(launch, sampling, tmp_path):
     folder = tmp_path / "run"
-    running = launch(folder, sample_steps=2, num_samples=4, num_inference_steps=500)
-    running.wait_until(lambda: count_lines(folder) == 1)
+    running = launch(folder, sample_steps=2, **SAMPLES)
+    running.wait_until(sampling[0].exists)
     for _ in range(2):
-        time.sleep(0.2)
         running.process.send_signal(signal.SIGINT)
-    code, _, errors = running.wait(timeout=60)
+        time.sleep(0.1)
+    code, _, errors = running.wait()
     assert code == 130
     message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
     assert errors.splitlines()[-1] == f"train_unconditional: {message}"
