@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scalelong_diffusers.cli.flags import AliasedGroup, use_cache_if_offline
-from scalelong_diffusers.data.sources import fixed_permutation
+from scalelong_diffusers.data.images import fixed_permutation
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.evaluate import (

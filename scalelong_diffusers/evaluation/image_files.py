@@ -8,8 +8,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong_diffusers.data.images import UnreadableImage, read_image, spread_indices, with_channels
-from scalelong_diffusers.data.sources import fixed_permutation
+from scalelong_diffusers.data.images import (
+    UnreadableImage,
+    fixed_permutation,
+    read_image,
+    spread_indices,
+    with_channels,
+)
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.sampling import (
     image_file,

@@ -10,9 +10,9 @@ import torch
 from huggingface_hub import constants
 
 from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.data.images import Transform, is_gray, spread_indices
-from scalelong_diffusers.data.sources import Source, fixed_permutation, open_sources
-from scalelong_diffusers.data.stream import ImageRows, Stream
+from scalelong_diffusers.data.images import Transform, fixed_permutation, is_gray, spread_indices
+from scalelong_diffusers.data.stream import ImageRows, Source, Stream
+from scalelong_diffusers.data.training_data import open_sources
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.evaluation.statistics import SUFFIXES

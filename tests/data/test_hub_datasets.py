@@ -106,20 +106,16 @@ def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
         "['small', 'large']; choose one with dataset_config_name",
         "cannot load the dataset tester/pets: BuilderConfig 'tiny' not found. Available: ['small', 'large']; choose "
         "one with dataset_config_name",
-        "cannot find the dataset tester/pets at revision 'v2' on the Hub; if it is private or gated, log in with "
-        "`hf auth login`; if it is a local folder, use train_data_dir",
-        "cannot find the dataset tester/birds on the Hub; if it is private or gated, log in with `hf auth login`; if "
-        "it is a local folder, use train_data_dir",
+        "cannot load the dataset tester/pets: REVISION",
+        "cannot load the dataset tester/birds: MISSING",
         "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
         f"{[*range(24), *range(26, 32)]} True True",
         "[]",
-        "only parquet files can be streamed from the Hub, and the dataset tester/tars has 0.tar; try "
+        "only parquet files can be streamed from the Hub, and tester/tars has 0.tar; try "
         "dataset_revision='refs/convert/parquet'",
-        "cannot find the dataset tester/nothing on the Hub; if it is private or gated, log in with `hf auth login`; "
-        "if it is a local folder, use train_data_dir",
+        "cannot load the dataset tester/nothing: MISSING",
     ]
     assert hub(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines() == [
         "tester/pets, 20 images",
-        "cannot reach the Hub, and the dataset tester/birds is not in the cache; check the connection and "
-        "HF_HUB_OFFLINE, or use a local folder with train_data_dir",
+        "cannot load the dataset tester/birds: OFFLINE",
     ]
