@@ -85,7 +85,7 @@ def dataset_errors(config: DataConfig):
     except UserError:
         raise
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
-        reason, advice = one_line(error).split(" Example of usage")[0], ""
+        reason, advice = one_line(error).split(" Example of usage")[0].rstrip("."), ""
         if isinstance(error, ConnectionError):
             advice = "; check the connection and HF_HUB_OFFLINE"
         elif isinstance(error, FileNotFoundError):

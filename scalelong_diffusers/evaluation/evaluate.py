@@ -12,10 +12,16 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.evaluation.metrics import METRICS, distances, sample_size_warnings
+from scalelong_diffusers.evaluation.images import Reference
+from scalelong_diffusers.evaluation.metrics import (
+    METRICS,
+    FeatureStatistics,
+    Moments,
+    frechet_distance,
+    kernel_distance,
+    sample_size_warnings,
+)
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
-from scalelong_diffusers.evaluation.reference import Reference
-from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
 from scalelong_diffusers.processes import processes, run_on_all_processes
 
 
@@ -51,10 +57,6 @@ def reference_statistics(
     # If one of several machines lacks the file, all compute the statistics together.
     if all(gather_object([file.is_file()])):
         return FeatureStatistics.load(file), file
-    try:  # before the long computation, not after
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder for statistics cannot be created: {error}; give another cache_dir") from error
     transform = reference.transform
     about = {
         "reference": reference.description,
@@ -105,7 +107,11 @@ def evaluate_images(
     """
     check_features(reference, extractor)
     statistics = feature_statistics(images, extractor)
-    values = distances(metrics, reference, statistics, seed)
+    values = {}
+    if "fid" in metrics:
+        values["fid"] = frechet_distance(reference, statistics)
+    if "kid" in metrics:
+        values["kid"], values["kid_std"] = kernel_distance(reference, statistics, seed)
     return {**values, "n": statistics.n, "warnings": evaluation_warnings(metrics, statistics.n, reference)}
 
 
