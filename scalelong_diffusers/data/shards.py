@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import datasets
 import fsspec
@@ -44,23 +44,12 @@ _OPENING_THREADS = 16
 _FILE_ERRORS = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
 
 
-class ShardFile(Protocol):
-    """A file in row groups. `groups` are their numbers of rows and of bytes."""
-
-    path: str
-    schema: pa.Schema
-    groups: list[tuple[int, int]]
-
-    def read(self, group: int, columns: list[str]) -> pa.Table: ...
-
-    def largest(self, column: str) -> int | None:
-        """Return the largest number in a column (-1 if it is empty), or None if the file does not record it."""
-
-    def identity(self) -> str: ...
-
-
 class ParquetFile:
-    """A local or remote parquet file. Only the requested row groups and columns are fetched."""
+    """
+    A local or remote parquet file. Only the requested row groups and columns are fetched.
+
+    `groups` are the numbers of rows and bytes of its row groups.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -81,6 +70,7 @@ class ParquetFile:
             return pq.ParquetFile(file, metadata=self._footer, pre_buffer=True).read_row_group(group, columns=columns)
 
     def largest(self, column: str) -> int | None:
+        """Return the largest number in a column (-1 if it is empty), or None if the footer does not record it."""
         found = []
         for group in self._group_footers():
             chunks = map(group.column, range(group.num_columns))
@@ -104,7 +94,6 @@ class TarFile:
     def __init__(self, path: str):
         self.path = path
         self._samples: list[dict[str, tuple[int, int]]] = []
-        self._names: list[str] = []
         name = None
         with tarfile.open(path, "r:") as tar:
             for member in filter(tarfile.TarInfo.isfile, tar):
@@ -112,7 +101,6 @@ class TarFile:
                 sample = (PurePosixPath(member.name).parent, stem)
                 if sample != name:
                     self._samples.append({})
-                    self._names.append(stem)
                     name = sample
                 self._samples[-1][column.lower()] = (member.offset_data, member.size)
             end = tar.offset
@@ -129,27 +117,28 @@ class TarFile:
 
     def read(self, group: int, columns: list[str]) -> pa.Table:
         start = group * _TAR_GROUP_SIZE
-        return self._table(range(start, start + self.groups[group][0]), columns)
+        return self._table(self._samples[start : start + _TAR_GROUP_SIZE], columns)
 
     def largest(self, column: str) -> int:
-        labels = self._table(range(len(self._samples)), [column])[column].to_pylist()
+        labels = self._table(self._samples, [column])[column].to_pylist()
         return max((label for label in labels if label is not None), default=-1)
 
     def identity(self) -> str:
         return f"{os.path.basename(self.path)} {self._samples}"
 
-    def _table(self, samples: range, columns: list[str]) -> pa.Table:
+    def _table(self, samples: list[dict[str, tuple[int, int]]], columns: list[str]) -> pa.Table:
+        schema = pa.schema([self.schema.field(column) for column in columns])
         with open(self.path, "rb") as file:
-            values = {column: [self._read(file, sample, column) for sample in samples] for column in columns}
-        return pa.table(values, schema=pa.schema([self.schema.field(column) for column in columns]))
 
-    def _read(self, file: BinaryIO, sample: int, column: str) -> bytes | int | str | None:
-        if column not in self._samples[sample]:
-            return None
-        offset, size = self._samples[sample][column]
-        file.seek(offset)
-        content, kind = file.read(size), _tar_column_type(column)
-        return content if kind == pa.binary() else int(content) if kind == pa.int64() else content.decode()
+            def read(place: tuple[int, int] | None, kind: pa.DataType) -> bytes | int | str | None:
+                if place is None:
+                    return None
+                file.seek(place[0])
+                content = file.read(place[1])
+                return content if kind == pa.binary() else int(content) if kind == pa.int64() else content.decode()
+
+            values = {field.name: [read(sample.get(field.name), field.type) for sample in samples] for field in schema}
+        return pa.table(values, schema=schema)
 
 
 def _tar_column_type(column: str) -> pa.DataType:
@@ -272,23 +261,19 @@ class ShardTable:
         elif self.class_names is not None:
             self.num_classes = len(self.class_names)
         else:
-            largest = self._largest_label(column) if pat.is_integer(kind) else None
-            if largest is None:
+            largest = []
+            for file in self._files if pat.is_integer(kind) else ():
+                with _shard_errors(os.path.basename(file.path)):
+                    largest.append(file.largest(column))
+            if not largest or None in largest:
                 raise UserError(
                     f"streaming needs a list of all classes: store column {column!r} of {where} ({kind}) as "
                     "datasets.ClassLabel"
                 )
-            self.num_classes = max(1, largest + 1)
-
-    def _largest_label(self, column: str) -> int | None:
-        largest = []
-        for file in self._files:
-            with _shard_errors(os.path.basename(file.path)):
-                largest.append(file.largest(column))
-        return None if None in largest else max(largest)
+            self.num_classes = max(1, max(largest) + 1)
 
 
-def _open(path: str) -> ShardFile:
+def _open(path: str) -> ParquetFile | TarFile:
     with _shard_errors(os.path.basename(path)):
         return TarFile(path) if path.endswith(".tar") else ParquetFile(path)
 

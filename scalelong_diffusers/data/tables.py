@@ -120,10 +120,8 @@ def _open_folder(folder: Path, config: DataConfig) -> dict[str, Dataset]:
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
     if parquet := files_by_split(folder, ".parquet"):
         kind, data_files = "parquet", {split: list(map(glob.escape, files)) for split, files in parquet.items()}
-    elif any(os.path.splitext(path)[1].lower() in Image.registered_extensions() for path in _files(folder)):
-        kind, data_files = "imagefolder", _split_images(folder)
     else:
-        raise UserError("found no images, no parquet files, and no dataset saved by datasets.save_to_disk")
+        kind, data_files = "imagefolder", _split_images(folder)
     loaded = datasets.load_dataset(kind, data_files=data_files, cache_dir=config.cache_dir)
     if kind == "imagefolder":
         for split, images in loaded.items():
@@ -210,8 +208,6 @@ class ImageTable:
         # Keep the dataset instead of its table: it is pickled for workers as the name of its file.
         self._dataset = dataset
         self._where = where
-        if len(dataset) == 0:
-            raise UserError(f"{where} has no images")
         self._columns = find_columns(dataset.column_names, config, needs_labels, needs_captions, where)
         kind = self._column("image").type
         is_file = pat.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}

@@ -207,8 +207,6 @@ def _look_at_some(source: Source, rows: np.ndarray | RowGroups, skip_bad: bool) 
         except UnreadableImage as error:
             if not skip_bad:
                 raise error.with_skip_advice() from error
-    if not images:
-        raise UserError(f"{source.description}: none of the training images can be read")
     return images
 
 

@@ -29,7 +29,6 @@ from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.files import checksum
 from scalelong_diffusers.pipelines.sampling import (
     image_file,
-    is_complete,
     is_sample_grid,
     read_sample_settings,
     sampled_numbers,
@@ -69,7 +68,8 @@ class ImageFiles:
         if is_run:
             files = []
         elif read_sample_settings(folder) is not None:
-            files = _sampled_files(folder, n)
+            # All of them must exist: a missing one cannot be read.
+            files = [image_file(folder, k) for k in range(max(sampled_numbers(folder), default=-1) + 1)[:n]]
         else:
             files = sorted(path for path in folder.rglob("*") if _is_image(path.relative_to(folder)))
             files = [path for path in files if path.is_file() and not is_sample_grid(path)]
@@ -95,17 +95,6 @@ class ImageFiles:
             first = f"{self.files[0]} ({self.width} x {self.height} pixels)"
             raise UnreadableImage(f"{file} ({image.width} x {image.height} pixels) must have the size of {first}")
         return torch.from_numpy(np.array(with_channels(image, 3))).permute(2, 0, 1)
-
-
-def _sampled_files(folder: Path, n: int | None) -> list[Path]:
-    """Return the first n images that `scalelong sample` made, or all of them. None of them may be missing."""
-    numbers = range(max(sampled_numbers(folder), default=-1) + 1)[:n]
-    files = [image_file(folder, k) for k in numbers]
-    for file in files:
-        if not is_complete(file):
-            fault = "cut off" if file.exists() else "missing"
-            raise UserError(f"{file} is {fault}: run `scalelong sample` again to make it")
-    return files
 
 
 def _is_image(path: Path) -> bool:

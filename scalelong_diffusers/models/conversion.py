@@ -58,6 +58,7 @@ _LOAD_ERRORS = (
     AssertionError,
     EOFError,
     LookupError,
+    OSError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -104,17 +105,13 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
 def load_reference(source: str) -> StateDict:
     """Load the tensors of a `.pth`, or of the one in a training folder. Nothing else is unpickled."""
     path = os.path.join(source, "nnet_ema.pth") if os.path.isdir(source) else source
-    if not os.path.isfile(path):
-        raise UserError(f"{path} does not exist; accepted: a .pth, or a training folder with nnet_ema.pth")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)  # rejected below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:
-        raise UserError(
-            f"{path} is damaged or holds more than tensors, which is rejected because a pickle can run code; "
-            "accepted: a state dict that torch.save wrote"
-        ) from error
+        damage = "it is damaged or holds more than tensors, which is rejected because a pickle can run code"
+        raise UserError(f"cannot read {path}: {error if isinstance(error, OSError) else damage}") from error
     for key, value in (state if isinstance(state, Mapping) else {type(state).__name__: state}).items():
         is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
         if not isinstance(key, str) or not is_tensor or not value.is_floating_point():

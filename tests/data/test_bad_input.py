@@ -70,7 +70,7 @@ def test_rejects_folders_without_images(load, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("nothing")
     (tmp_path / "empty" / ".hidden.png").write_text("nothing")
-    message = "cannot load the folder empty: found no images, no parquet files, and no dataset saved by datasets"
+    message = 'cannot load the folder empty: Instruction "train" corresponds to no data!'
     assert_rejected(load, message, train_data_dir=tmp_path / "empty")
 
 
@@ -295,7 +295,7 @@ class TestUnreadableImages:
         folder = image_folder([f"{i}.png" for i in range(30)])
         for path in folder.iterdir():
             path.write_bytes(b"broken")
-        message = "the folder pictures, 30 images: none of the training images can be read"
+        message = "none of the 27 images of the train stream can be read"
         assert_rejected(load, message, train_data_dir=folder, on_bad_image="skip")
 
     @pytest.mark.parametrize("num_workers", [0, 1])
