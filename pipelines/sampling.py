@@ -127,13 +127,9 @@ class Sampling:
         self.pipe.set_progress_bar_config(disable=True)
         layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
         total = self.num_images if team.num_processes == 1 else len(share)
-        with tqdm(
-            total=total,
-            initial=total - len(share),
-            desc=str(self.folder),
-            bar_format=layout,
-            disable=not team.is_main_process,
-        ) as bar:
+        hidden = not team.is_main_process
+        bar = tqdm(desc=str(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden)
+        with bar:
             for start in range(0, len(share), self.batch_size):
                 batch = share[start : start + self.batch_size]
                 for k, image in zip(batch, self._make_batch(batch, bar)):

@@ -143,13 +143,15 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(EvaluateConfig, given)
     evaluation = Evaluation(config, {flag: given[flag] for flag in ("split", *REFERENCE_OPTIONS) if flag in given})
-    is_folder = os.path.isdir(config.model) and not Path(config.model, "model_index.json").is_file()
-    if not is_folder:
+    folder = Path(config.model)
+    if not folder.is_dir() or (folder / "model_index.json").is_file():
         return _evaluate_pipeline(evaluation, given)
     flags = ["output_dir", "prompt_file", *(flag for flag, _, _ in options_of(SampleConfig))]
     if unused := [flag for flag in flags if flag in given]:
         raise UserError(f"--{unused[0]} needs a pipeline, and {config.model} is not one: it has no model_index.json")
-    return _evaluate_folder(evaluation)
+    images = ImageFiles.of_folder(folder, config.num_images)
+    reference = evaluation.open_reference(images.width, images.height, images.channels)
+    return evaluation.measure(images, evaluation.statistics(reference), _settings(folder), folder)
 
 
 @dataclass(frozen=True)
@@ -236,13 +238,6 @@ class Evaluation:
             except OSError as error:  # the result took long and can still be printed
                 result["warnings"].append(f"the result cannot be written: {error}")
         return result
-
-
-def _evaluate_folder(evaluation: Evaluation) -> dict[str, Any]:
-    folder = Path(evaluation.config.model)
-    images = ImageFiles.of_folder(folder, evaluation.config.num_images)
-    reference = evaluation.open_reference(images.width, images.height, images.channels)
-    return evaluation.measure(images, evaluation.statistics(reference), _settings(folder), folder)
 
 
 def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[str, Any]:

@@ -79,10 +79,7 @@ class PrecomputedDataset:
         wanted = transform_settings(config, self.images["channels"])
         for name, value in self.made_of["transform"].items():
             if value != wanted[name]:
-                raise UserError(
-                    f"the precomputed latents in {self.folder} are of images with {name}={value!r}, got "
-                    f"{wanted[name]!r}: use the same setting, or precompute again"
-                )
+                raise UserError(f"{self.folder} holds latents of images with {name}={value!r}, got {wanted[name]!r}")
 
     def has(self, column: str) -> bool:
         """Return whether a column was precomputed."""
@@ -93,10 +90,7 @@ class PrecomputedDataset:
         used = self.made_of[kind]
         if used["checksum"] != checksum:
             before, now = f"{used['name']} (weights {used['checksum']})", f"{name} (weights {checksum})"
-            raise UserError(
-                f"the precomputed latents in {self.folder} were computed with the {kind} {before}, got {now}: use the "
-                "same one, or precompute again"
-            )
+            raise UserError(f"the latents in {self.folder} were computed with the {kind} {before}, got {now}")
 
     def text_states(self, batch: Batch, dropped: torch.Tensor) -> torch.Tensor:
         """Return the text states of a batch. Where the bool tensor `dropped` is True, the caption counts as empty."""
@@ -276,8 +270,5 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     index = read_json(folder, INDEX_FILE) if folder.is_dir() else None
     version = FORMAT_VERSION if index is None else index.get("format_version")
     if version != FORMAT_VERSION:
-        raise UserError(
-            f"{folder / INDEX_FILE} must have format_version {FORMAT_VERSION}, got {version}: precompute into a new "
-            "folder"
-        )
+        raise UserError(f"{folder / INDEX_FILE} must have format_version {FORMAT_VERSION}, got {version}")
     return index

@@ -266,10 +266,8 @@ class ShardTable:
                 with _shard_errors(os.path.basename(file.path)):
                     largest.append(file.largest(column))
             if not largest or None in largest:
-                raise UserError(
-                    f"streaming needs a list of all classes: store column {column!r} of {where} ({kind}) as "
-                    "datasets.ClassLabel"
-                )
+                found = f"column {column!r} of {where} ({kind})"
+                raise UserError(f"streaming needs a list of all classes: store {found} as datasets.ClassLabel")
             self.num_classes = max(1, max(largest) + 1)
 
 
@@ -319,8 +317,6 @@ def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.
     files = {str(split): list(urls) for split, urls in builder.config.data_files.items()}
     other = next((url for urls in files.values() for url in urls if not url.endswith(".parquet")), None)
     if other is not None:
-        raise UserError(
-            f"only parquet files can be streamed from the Hub, and {name} has {os.path.basename(other)}; try "
-            "dataset_revision='refs/convert/parquet'"
-        )
+        advice = "only parquet files can be streamed from the Hub; try dataset_revision='refs/convert/parquet'"
+        raise UserError(f"{name} has {os.path.basename(other)}, and {advice}")
     return files, name, builder.info.features

@@ -178,10 +178,8 @@ class Stream(Dataset):
                 if not self.skip_bad:
                     raise error.with_skip_advice() from error
                 unreadable.append(self.rows.name(index))
-        raise UnreadableImage(
-            f"none of the {self.num_samples:,} images of the {self.name} stream can be read, starting with "
-            f"{unreadable[0]}"
-        )
+        some = f"{self.num_samples:,} images of the {self.name} stream"
+        raise UnreadableImage(f"none of the {some} can be read, starting with {unreadable[0]}")
 
     def _row(self, position: int, skipped: int) -> int:
         """Return the row at a position, or the one that replaces it after `skipped` unreadable rows."""

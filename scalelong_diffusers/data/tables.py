@@ -34,7 +34,7 @@ COLUMNS = {
 }
 _METADATA_ADVICE = {
     "image": "",
-    "label": ", or put all images of each class into a subfolder of its own",
+    "label": ", or put the images of each class into a separate subfolder",
     "caption": ", or add them in a metadata.jsonl next to the images",
 }
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")

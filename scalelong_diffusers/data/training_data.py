@@ -215,10 +215,7 @@ def _choose_channels(channels: int | None, images: list[tuple[int, Image.Image]]
     if channels is None:
         return 1 if colored is None else 3
     if channels == 1 and colored is not None:
-        raise UserError(
-            f"the model takes gray images, but {source.name(colored)} has colors; use a model with in_channels=3, or "
-            "convert the images to gray"
-        )
+        raise UserError(f"the model takes gray images, but {source.name(colored)} has colors; use in_channels=3")
     return channels
 
 

@@ -130,19 +130,15 @@ def evaluation_warnings(metrics: Sequence[str], n: int, reference: FeatureStatis
 
 def check_features(reference: FeatureStatistics, extractor: FeatureExtractor):
     """Reject statistics of another feature network."""
+    expected = f"{reference.num_features:,} features of {reference.network!r} ({reference.network_fingerprint})"
+    found = f"{extractor.num_features:,} features of {extractor.name!r} ({extractor.fingerprint})"
     if (reference.network_fingerprint, reference.num_features) != (extractor.fingerprint, extractor.num_features):
-        raise UserError(
-            f"the statistics of the reference have {reference.num_features:,} features of {reference.network!r} "
-            f"({reference.network_fingerprint}), but the feature network is {extractor.name!r} "
-            f"({extractor.fingerprint}) with {extractor.num_features:,}"
-        )
+        raise UserError(f"the statistics of the reference have {expected}, but the feature network has {found}")
 
 
 def check_size(reference: FeatureStatistics, file: str, width: int, height: int):
     """Reject statistics of images of another size."""
     resolution = reference.about.get("resolution")
     if resolution is not None and (width, height) != (resolution, resolution):
-        raise UserError(
-            f"{file} has statistics of images with {resolution} x {resolution} pixels, but the evaluated images have "
-            f"{width} x {height}"
-        )
+        found = f"{width} x {height}"
+        raise UserError(f"{file} is of images with {resolution} x {resolution} pixels, but these have {found}")

@@ -27,12 +27,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.metrics import SUFFIXES
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.files import checksum
-from scalelong_diffusers.pipelines.sampling import (
-    image_file,
-    is_sample_grid,
-    read_sample_settings,
-    sampled_numbers,
-)
+from scalelong_diffusers.pipelines.sampling import image_file, is_sample_grid, read_sample_settings, sampled_numbers
 
 
 SHAPES = "shapes"
@@ -162,13 +157,7 @@ def is_statistics(reference: str) -> bool:
 
 
 def open_reference(
-    reference: str,
-    resolution: int,
-    channels: int = 3,
-    *,
-    split: str = "train",
-    needs_captions: bool = False,
-    **data,
+    reference: str, resolution: int, channels: int = 3, *, split: str = "train", needs_captions: bool = False, **data
 ) -> Reference:
     """
     Open a dataset as a reference.
@@ -199,7 +188,5 @@ def check_reference(reference: str):
     """Reject an invalid reference early, before a model is loaded."""
     may_be_on_hub = _HUB_ID.fullmatch(reference) and not reference.endswith(SUFFIXES)
     if reference != SHAPES and not may_be_on_hub and not os.path.exists(reference):
-        raise UserError(
-            f"the reference {reference} does not exist; accepted: a file of statistics, a folder, {SHAPES!r}, or the "
-            "id of a dataset on the Hub"
-        )
+        accepted = f"a file of statistics, a folder, {SHAPES!r}, or the id of a dataset on the Hub"
+        raise UserError(f"the reference {reference} does not exist; accepted: {accepted}")

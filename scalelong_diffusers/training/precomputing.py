@@ -156,8 +156,9 @@ class PrecomputedWriter:
         own = self._shards(state.process_index, state.num_processes)
         # All processes take the same number of turns, so that a failure in one stops the others after their turn.
         turns = [shard for _, shard in zip_longest(self._shards(0, state.num_processes), own)]
-        for shard in tqdm(turns, desc="shards", disable=not state.is_local_main_process):
-            run_on_all_processes(partial(self._write_shard, shard, batch_size))
+        with tqdm(turns, desc="shards", disable=not state.is_local_main_process) as bar:  # ends its line on errors
+            for shard in bar:
+                run_on_all_processes(partial(self._write_shard, shard, batch_size))
         return run_on_main_process(self._finish)
 
     def _prepare_folder(self):
@@ -170,11 +171,8 @@ class PrecomputedWriter:
         if index is None and any(self.folder.iterdir()):
             changed = ["it has no " + INDEX_FILE]
         if changed:
-            reason = "; ".join(changed)
-            raise UserError(
-                f"output_dir {self.folder} holds other files or precomputed latents: {reason}; use the same settings "
-                "to resume, or an empty or new folder"
-            )
+            reason = f"holds other files or precomputed latents: {'; '.join(changed)}"
+            raise UserError(f"output_dir {self.folder} {reason}; use the same settings, or another folder")
         for partial_file in self.folder.glob(".*.part"):
             partial_file.unlink()
         self._write_index(finished=False)

@@ -120,13 +120,13 @@ def test_rejects_metadata_of_missing_files(load, image_folder):
 
 
 def test_rejects_folders_without_classes(load, image_folder):
-    message = "the folder pictures has no label column; its columns: image; choose one with label_column, or put all "
+    message = "the folder pictures has no label column; its columns: image; choose one with label_column, or put the "
     assert_rejected(load, message, train_data_dir=image_folder(["a.png", "b.png"]), needs_labels=True)
 
 
 def test_rejects_images_outside_of_class_folders(load, image_folder):
     folder = image_folder(["a/a.png", "b/b.png", "loose.png"])
-    message = "the folder pictures has no label column; its columns: image; choose one with label_column, or put all "
+    message = "the folder pictures has no label column; its columns: image; choose one with label_column, or put the "
     assert_rejected(load, message, train_data_dir=folder, needs_labels=True)
 
 

@@ -115,7 +115,7 @@ def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
         "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
         f"{[*range(24), *range(26, 32)]} True True",
         "[]",
-        "only parquet files can be streamed from the Hub, and tester/tars has 0.tar; try "
+        "tester/tars has 0.tar, and only parquet files can be streamed from the Hub; try "
         "dataset_revision='refs/convert/parquet'",
         "cannot load the dataset tester/nothing: Dataset 'tester/nothing' doesn't exist on the Hub or cannot be "
         "accessed" + PRIVATE,

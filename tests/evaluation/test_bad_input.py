@@ -97,21 +97,20 @@ class TestStatistics:
 
     def test_of_another_network(self, error_of, saved, pictures, make_network, tmp_path):
         line = error_of(pictures(3), reference=saved, features=make_network(tmp_path / "other", hidden_size=8))
+        assert "but the feature network has 8 features of 'other' (" in line
         assert "the statistics of the reference have 16 features of 'tiny-vit' (" in line
-        assert "but the feature network is 'other' (" in line
-        assert line.endswith(") with 8")
 
     def test_of_inception_with_another_network(self, error_of, pictures, tmp_path):
         np.savez(tmp_path / "published.npz", mu=np.zeros(2048), sigma=np.eye(2048))
         line = error_of(pictures(3), "--metric", "fid", reference=tmp_path / "published.npz")
         assert "have 2,048 features of 'inception'" in line
-        assert "the feature network is 'tiny-vit'" in line
+        assert "but the feature network has 16 features of 'tiny-vit'" in line
         line = error_of(pictures(3), reference=tmp_path / "published.npz")
         assert "KID needs features, and these statistics have only a mean and covariance: use fid instead" in line
 
     def test_of_another_size(self, error_of, saved, pictures):
         line = error_of(pictures(3, "large", size=(16, 16)), reference=saved)
-        assert "statistics of images with 8 x 8 pixels, but the evaluated images have 16 x 16" in line
+        assert "is of images with 8 x 8 pixels, but these have 16 x 16" in line
 
     def test_with_flags_for_datasets(self, error_of, saved, pictures):
         line = error_of(pictures(3), "--crop_size", 8, reference=saved)
@@ -155,7 +154,7 @@ class TestImages:
         Image.new("RGB", (8, 8)).save(out / "other.png")
         assert measured(out, "--num_shapes", 20)["n"] == 5, "other files are not samples"
         complete = (out / "000003.png").read_bytes()
-        (out / "000003.png").write_bytes(complete[:-20])
+        (out / "000003.png").write_bytes(complete[:60])
         assert f"{out / '000003.png'} cannot be read: " in error_of(out, "--num_shapes", 20)
         (out / "000003.png").unlink()
         assert f"{out / '000003.png'} cannot be read: [Errno 2] No such file" in error_of(out, "--num_shapes", 20)

@@ -296,7 +296,7 @@ def test_rejects_files_that_are_not_state_dicts(tmp_path):
         write_to(tmp_path / "in.pth", content)
         with pytest.raises(UserError, match=message):
             load_reference(str(tmp_path / "in.pth"))
-    with pytest.raises(UserError, match="cannot read .*No such file or directory: .*nnet_ema.pth"):
+    with pytest.raises(UserError, match=r"cannot read .*No such file or directory: .*nnet_ema.pth"):
         load_reference(str(tmp_path))
 
 

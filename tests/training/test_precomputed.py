@@ -236,7 +236,7 @@ def test_fp16_halves_the_size(precompute, latents):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resolution": 32}, r"are of images with resolution=16, got 32"),
+        ({"resolution": 32}, r"holds latents of images with resolution=16, got 32"),
         ({"center_crop": False}, r"with center_crop=True, got False"),
         (
             {"image_interpolation_mode": "box", "crop_size": 12},
@@ -364,7 +364,7 @@ def test_precomputing_rejects_invalid_settings(precompute, latents, encoders, ca
     assert "center_crop must be on: latents are computed from a single crop" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"or precomputed latents: autoencoder was .*vae0.* and is now .*vae1"):
         precompute(latents, pretrained_vae_model_name_or_path=encoders / "vae1")
-    with pytest.raises(UserError, match=r"it has no index.json; use .* or an empty or new folder"):
+    with pytest.raises(UserError, match=r"it has no index.json; use the same settings, or another"):
         precompute(encoders)
     with pytest.raises(UserError, match="AutoencoderKL"):
         precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
