@@ -58,6 +58,7 @@ _LOAD_ERRORS = (
     AssertionError,
     EOFError,
     LookupError,
+    OSError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -91,40 +92,31 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
     parent = os.path.dirname(os.path.abspath(target))
     try:
         os.makedirs(parent, exist_ok=True)
+        # Written to a folder on the same disk and renamed, so that a failed write leaves nothing.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".") as folder:
+            partial = os.path.join(folder, "model")
+            model.save_pretrained(partial)
+            os.rename(partial, target)
     except OSError as error:
-        raise UserError(f"{target} cannot be created: {error}") from error
-    # Written to a folder on the same disk and renamed, so that a failed write leaves nothing.
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".") as folder:
-        partial = os.path.join(folder, "model")
-        model.save_pretrained(partial)
-        os.rename(partial, target)
+        raise UserError(f"{target} cannot be written: {error}") from error
     return model
 
 
 def load_reference(source: str) -> StateDict:
     """Load the tensors of a `.pth`, or of the one in a training folder. Nothing else is unpickled."""
     path = os.path.join(source, "nnet_ema.pth") if os.path.isdir(source) else source
-    if not os.path.isfile(path):
-        raise UserError(f"{path} does not exist; accepted: a .pth, or a training folder with nnet_ema.pth")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)  # rejected below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:
-        raise UserError(
-            f"{path} is damaged or holds more than tensors, which is rejected because a pickle can run code; "
-            "accepted: a state dict that torch.save wrote"
-        ) from error
-    if not isinstance(state, Mapping):
-        raise UserError(f"{path} is not a state dict (names and tensors): it holds a {type(state).__name__}")
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
-            raise UserError(f"{path} is not a state dict (names and tensors): it has the entry {key!r}")
-        if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
-            raise UserError(
-                f"{path} has {key} as {value.dtype}, {value.layout}, on {value.device}; weights must be dense "
-                "floating-point tensors"
-            )
+        damage = "it is damaged or holds more than tensors, which is rejected because a pickle can run code"
+        raise UserError(f"cannot read {path}: {error if isinstance(error, OSError) else damage}") from error
+    for key, value in (state if isinstance(state, Mapping) else {type(state).__name__: state}).items():
+        is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+        if not isinstance(key, str) or not is_tensor or not value.is_floating_point():
+            kind = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"{path} is not a state dict of dense floating-point tensors: it holds {key!r}, {kind}")
     return dict(state)
 
 
@@ -140,31 +132,31 @@ def model_from_reference(state: StateDict, details: CheckpointDetails, source: s
 
 def to_reference(state: StateDict, num_skips: int) -> StateDict:
     """Return the weights of a `UViTModel` with the reference's names and layout."""
-    joined_with = {part: (parts, name, dim) for parts, name, dim in _JOINED for part in parts}
-    result = {}
+    parts: dict[tuple[str, int], list[torch.Tensor]] = {}
     for key, tensor in state.items():
-        part = next((part for part in joined_with if key.endswith(part)), None)
-        if part is None:
-            result[_reference_key(key, num_skips)] = tensor
-            continue
-        parts, name, dim = joined_with[part]
-        stem = key.removesuffix(part)
-        if stem + name not in result:
-            result[stem + name] = torch.cat([state[stem + other] for other in parts], dim)
-    return result
+        name, dim, *_ = _place(key, num_skips)
+        parts.setdefault((name, dim), []).append(tensor)
+    return {
+        name: torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0] for (name, dim), tensors in parts.items()
+    }
 
 
 def _from_reference(state: StateDict, model: UViTModel) -> StateDict:
     """Invert `to_reference` for a state that matches the model."""
     result = {}
     for key in model.state_dict():
-        for parts, name, dim in _JOINED:
-            if part := next((part for part in parts if key.endswith(part)), None):
-                tensors = state[key.removesuffix(part) + name].chunk(len(parts), dim)
-                result[key] = tensors[parts.index(part)].contiguous()
-        if key not in result:
-            result[key] = state[_reference_key(key, len(model.out_blocks))]
+        name, dim, number, count = _place(key, len(model.out_blocks))
+        result[key] = state[name].chunk(count, dim)[number].contiguous() if count > 1 else state[name]
     return result
+
+
+def _place(key: str, num_skips: int) -> tuple[str, int, int, int]:
+    """Return the reference's name, the dimension of concatenation, the number of our part, and the number of parts."""
+    for endings, name, dim in _JOINED:
+        for number, ending in enumerate(endings):
+            if key.endswith(ending):
+                return key.removesuffix(ending) + name, dim, number, len(endings)
+    return _reference_key(key, num_skips), 0, 0, 1
 
 
 def _reference_key(key: str, num_skips: int) -> str:
@@ -181,16 +173,20 @@ def _reference_key(key: str, num_skips: int) -> str:
 
 def _architecture(state: StateDict, details: CheckpointDetails, source: str) -> dict[str, Any]:
     """Return the model's config, from the shapes of the weights and the given details."""
-    _check_architecture_tensors(state, source)
+    for key, (ndim, is_required) in _ARCHITECTURE_TENSORS.items():
+        shape = tuple(state[key].shape) if key in state else None
+        if (shape is None and is_required) or (shape is not None and (len(shape) != ndim or 0 in shape)):
+            names = f"{len(state)} tensors ({', '.join(list(state)[:3])}, ...)"
+            raise UserError(f"{source} is not a U-ViT: it needs a non-empty {ndim}-D {key}, got {shape} among {names}")
     hidden_size, in_channels, patch_size, _ = state["patch_embed.proj.weight"].shape
     text = state.get("context_embed.weight")
     labels = state.get("label_emb.weight")
-    gates = _gates(state, source)
+    gates = _gates(state)
     _check_details(details, gates, text is not None, source)
     context_length = 0 if text is None else details.context_length
     num_patches = state["pos_embed"].shape[1] - 1 - (labels is not None) - context_length
     return {
-        "sample_size": _side(num_patches, source) * patch_size,
+        "sample_size": math.isqrt(max(num_patches, 1)) * patch_size,  # images are square
         "patch_size": patch_size,
         "in_channels": in_channels,
         "out_channels": state["decoder_pred.weight"].shape[0] // patch_size**2,
@@ -207,27 +203,13 @@ def _architecture(state: StateDict, details: CheckpointDetails, source: str) -> 
     }
 
 
-def _check_architecture_tensors(state: StateDict, source: str):
-    for key, (ndim, is_required) in _ARCHITECTURE_TENSORS.items():
-        if (key not in state and is_required) or (key in state and state[key].ndim != ndim):
-            fault = f"a {state[key].ndim}-D" if key in state else "no"
-            names = ", ".join(list(state)[:3])
-            raise UserError(f"{source} is not a U-ViT: it has {fault} {key} among {len(state)} tensors ({names}, ...)")
-        if key in state and 0 in state[key].shape:
-            raise UserError(f"{source} is not a U-ViT: its {key} is empty, {tuple(state[key].shape)}")
-
-
-def _gates(state: StateDict, source: str) -> dict[str, Any] | None:
+def _gates(state: StateDict) -> dict[str, Any] | None:
     """Return the fields of the skip scaling that the gates determine, or None for a checkpoint without gates."""
     is_shared = "se.layer1.weight" in state
     first = state.get("se.layer1.weight" if is_shared else "se.0.layer1.weight")
     if first is None:
         return None
     hidden, width = first.shape
-    if hidden > width:
-        raise UserError(
-            f"the gates of {source} have a hidden width of {hidden}, above the {width} tokens that they pool"
-        )
     # Several reductions can give the same gate. The paper's is preferred.
     reduction = 16 if width // 16 == hidden else width // hidden
     return {"method": "ls", "shared": is_shared, "init": "paper", "reduction": reduction}
@@ -242,30 +224,24 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
         "--skip_scaling METHOD ('none' for a plain U-ViT)": not given and gates is None,
         "--context_length N": has_text and details.context_length is None,
     }
-    if missing := [flag for flag, is_missing in needed.items() if is_missing]:
-        raise UserError(f"the weights of {source} do not tell everything about the model: give {', '.join(missing)}")
-    if details.context_length is not None and not has_text:
-        raise UserError(
-            f"context_length={details.context_length} was given, but {source} is not a text-to-image model"
-        )
-    method = given.get("method")
-    if method == "learnable":
-        raise UserError(f"skip_scaling='learnable' cannot be used for {source}: the reference has no such method")
-    if method in ("cs", "constant") and given.get("kappa", "auto") == "auto":
-        raise UserError(f"--skip_scaling {method} needs the --kappa that {source} was trained with, as a number")
-    if gates and method not in (None, "ls"):
-        raise UserError(f"{source} has gates of the method 'ls', which contradicts skip_scaling={method!r}")
-
-
-def _side(num_patches: int, source: str) -> int:
-    """Return the number of patches along one side of the image, which is square in the reference."""
-    side = math.isqrt(max(num_patches, 0))
-    if not side or side * side != num_patches:
-        raise UserError(
-            f"the position embeddings of {source} leave {num_patches} tokens for the patches, which is not a square "
-            "number; check --context_length if the model has text"
-        )
-    return side
+    method, kappa = given.get("method"), given.get("kappa", "auto")
+    wrong = {
+        f"context_length={details.context_length} needs a text-to-image model": (
+            details.context_length is not None and not has_text
+        ),
+        f"skip_scaling={method!r} does not exist in the reference": method == "learnable",
+        f"--skip_scaling {method} needs the --kappa of the training, as a number": (
+            method in ("cs", "constant") and kappa == "auto"
+        ),
+        f"skip_scaling={method!r} contradicts its gates, which the method 'ls' has": (
+            bool(gates) and method not in (None, "ls")
+        ),
+    }
+    missing = [flag for flag, is_missing in needed.items() if is_missing]
+    problems = [f"the weights do not tell everything: give {', '.join(missing)}"] if missing else []
+    problems += [problem for problem, is_wrong in wrong.items() if is_wrong]
+    if problems:
+        raise UserError(f"{source}: {problems[0]}")
 
 
 def _check_matches(given: StateDict, expected: StateDict, source: str):

@@ -20,16 +20,15 @@ from scalelong_diffusers.evaluation.evaluate import (
     reference_statistics,
     with_progress,
 )
-from scalelong_diffusers.evaluation.metrics import check_features_kept, parse_metrics
-from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.reference import (
+from scalelong_diffusers.evaluation.images import (
     Reference,
     check_reference,
     default_cache_dir,
     is_statistics,
     open_reference,
 )
-from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.evaluation.metrics import FeatureStatistics, check_features_kept, parse_metrics
+from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
 from scalelong_diffusers.pipelines.base import NonFiniteImages
 from scalelong_diffusers.pipelines.sampling import grid, save_image
 from scalelong_diffusers.processes import WorkSkipped
