@@ -82,8 +82,8 @@ class RunSize:
         total = per_process * shares
         if options.total_batch_size not in (None, total):
             raise UserError(
-                f"--total_batch_size {options.total_batch_size} and --train_batch_size {per_process} x {num_processes} "
-                f"processes x {options.gradient_accumulation_steps} accumulations = {total} differ: pass one of them"
+                f"--total_batch_size {options.total_batch_size} is not --train_batch_size {per_process} x "
+                f"{num_processes} processes x {options.gradient_accumulation_steps} accumulations: pass one of them"
             )
         if total > num_samples:
             raise UserError(

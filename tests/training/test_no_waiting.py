@@ -11,7 +11,7 @@ from scalelong_diffusers.training import TrainingConfig, TrainingRun, make_confi
 
 
 def backward(accelerator, loss):
-    """Stand in for autograd's engine, which does not run on a fake device."""
+    """Replace autograd's engine, which does not run on a fake device."""
     assert loss.device.type == "cuda"
     for parameter in accelerator.trained:
         parameter.grad = torch.empty_like(parameter)
