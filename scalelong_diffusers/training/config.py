@@ -288,7 +288,7 @@ def parse_config(config_class: type[Config], description: str, argv: Sequence[st
     try:
         return make_config(config_class, **values)
     except UserError as error:
-        parser.error(as_flags(str(error), values))
+        parser.error(as_flags(str(error), [flag for flag, _, _ in options_of(config_class)]))
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
