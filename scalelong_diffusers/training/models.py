@@ -1,4 +1,4 @@
-"""The untrained model that the options ask for, and the autoencoder of a latent model."""
+"""Build the untrained model of a config, and load the autoencoder of a latent model."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The text of a run: the encoder that reads captions, loaded or built from them, and the prompts of sample grids."""
+"""Text conditioning: the encoder of the captions, loaded or built from them, and the prompts of sample grids."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

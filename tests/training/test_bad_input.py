@@ -142,6 +142,11 @@ def test_script_prints_one_line_and_exits_with_2(launch, tmp_path):
     assert code == 2
     assert errors.startswith("train_unconditional: a step takes 28 images (--train_batch_size 14 x ")
     assert errors.count("\n") == 1
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model_index.json").touch()
+    code, _, errors = launch(tmp_path / "full", processes=2).wait()  # only the main process looks into the folder
+    assert code == 2
+    assert errors == f"train_unconditional: --output_dir {tmp_path}/full holds a pipeline: pass another folder\n"
 
 
 def test_bug_in_a_script_shows_its_traceback(launch, tmp_path, monkeypatch):
