@@ -18,7 +18,7 @@ _PARTIAL, _OLD = ".partial-", ".old-"
 
 
 class Checkpoints:
-    """The checkpoints of a run in `folder`, of which the latest `limit` are kept."""
+    """The checkpoints of a run in `folder`. Only the latest `limit` are kept."""
 
     def __init__(self, folder: Path, limit: int | None = None):
         self.folder = folder
@@ -26,7 +26,7 @@ class Checkpoints:
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """
-        Write a checkpoint aside, sync and rename it, then remove the oldest ones beyond the limit.
+        Write a checkpoint to a temporary folder, sync and rename it, and remove the oldest ones beyond the limit.
 
         If the process is killed at any point, all earlier checkpoints are still complete.
         """

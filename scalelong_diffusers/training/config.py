@@ -88,7 +88,7 @@ class OptimizationConfig:
     gradient_accumulation_steps: int = option(
         1, "forward and backward passes per optimizer step", at_least=1, on_resume="free"
     )
-    num_train_epochs: int = option(100, "passes over the data", at_least=1, on_resume="free")
+    num_train_epochs: int = option(100, "number of epochs", at_least=1, on_resume="free")
     max_train_steps: int | None = option(None, "optimizer steps; overrides --num_train_epochs", at_least=1)
     learning_rate: float = option(2e-4, "peak learning rate", at_least=0)
     lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)

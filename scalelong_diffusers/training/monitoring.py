@@ -1,4 +1,4 @@
-"""What a model has learned so far: its loss on held-out images, sample grids, and FID and KID of samples."""
+"""Monitor a run: the loss on held-out images, sample grids, and FID and KID of samples."""
 
 import dataclasses
 import math
@@ -49,14 +49,14 @@ def validation_losses(run: "TrainingRun", losses_of: "LossesOf") -> dict[str, An
     """
     with run.evaluating():
         mean, bins = _mean_losses(run, losses_of)
-    figures = {"validation_loss": mean, "validation_loss_bins": bins}
+    values = {"validation_loss": mean, "validation_loss_bins": bins}
     if run.ema is not None:
         with run.evaluating(with_ema=False):
-            figures["validation_loss_raw"] = _mean_losses(run, losses_of)[0]
+            values["validation_loss_raw"] = _mean_losses(run, losses_of)[0]
     for name in ("validation_loss", "validation_loss_raw"):
-        if name in figures and not math.isfinite(figures[name]):
-            run.say(f"warning: step {run.global_step}: {name} is {figures[name]}")
-    return figures
+        if name in values and not math.isfinite(values[name]):
+            run.print(f"warning: step {run.global_step}: {name} is {values[name]}")
+    return values
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int, 
         try:
             images = make_images(range(count))
         except NonFiniteImages as error:
-            run.say(f"warning: step {run.global_step}: no samples: {error}")
+            run.print(f"warning: step {run.global_step}: no samples: {error}")
             return
         folder = run.folder / "samples"
         folder.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ class SampleEvaluation:
         seed = run.config.optimization.seed
         return cls(reference, features, metrics, options.num_eval_images, run.size.train_batch_size, seed)
 
-    def figures(self, run: "TrainingRun", make_images: "MakeImages") -> dict[str, float]:
+    def compute(self, run: "TrainingRun", make_images: "MakeImages") -> dict[str, float]:
         """
         Return FID and KID.
 
@@ -129,11 +129,11 @@ class SampleEvaluation:
             try:
                 result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
             except WorkSkipped as reason:
-                run.say(f"warning: step {run.global_step}: no {' and '.join(self.metrics)}: {reason}")
+                run.print(f"warning: step {run.global_step}: no {' and '.join(self.metrics)}: {reason}")
                 return {}
-        figures = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
-        run.say(f"step {run.global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-        return figures
+        values = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
+        run.print(f"step {run.global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        return values
 
     def _batches(
         self, run: "TrainingRun", make_images: Callable[[Sequence[int]], list[Image.Image]]

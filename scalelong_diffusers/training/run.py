@@ -59,7 +59,7 @@ MakeImages = Callable[[Sequence[int]], list[Image.Image]]
 
 @dataclass(frozen=True)
 class RunSize:
-    """What depends on the data and the number of processes."""
+    """Batch sizes and the number of steps, which depend on the data and the number of processes."""
 
     train_batch_size: int  # per process and forward pass
     total_batch_size: int  # per optimizer step
@@ -82,8 +82,8 @@ class RunSize:
         total = per_process * shares
         if options.total_batch_size not in (None, total):
             raise UserError(
-                f"--total_batch_size {options.total_batch_size} and --train_batch_size {per_process} x {num_processes} "
-                f"processes x {options.gradient_accumulation_steps} accumulations = {total} differ: pass one of them"
+                f"--total_batch_size {options.total_batch_size} is not --train_batch_size {per_process} x "
+                f"{num_processes} processes x {options.gradient_accumulation_steps} accumulations: pass one of them"
             )
         if total > num_samples:
             raise UserError(
@@ -97,7 +97,7 @@ class RunSize:
 
 @dataclass
 class Progress:
-    """What has happened since the last log line. Checkpoints keep it, so that a resumed run logs the same lines."""
+    """Losses since the last log line. Checkpoints keep them, so that a resumed run logs the same lines."""
 
     loss_sum: float = 0.0
     finite_steps: int = 0
@@ -110,7 +110,7 @@ class Progress:
 
 class TrainingRun:
     """
-    Resumes, accumulates, averages, saves and logs around the loss that a script computes.
+    A training run: data, accumulation, EMA, checkpoints and logging around the loss that a script computes.
 
     ```python
     run = TrainingRun(config)
@@ -124,7 +124,7 @@ class TrainingRun:
     run.save(pipeline())
     ```
 
-    Between two logging steps nothing waits for the device.
+    Between two logging steps the host never waits for the device.
     """
 
     def __init__(self, config: RunConfig):
@@ -224,8 +224,8 @@ class TrainingRun:
 
         Args:
             modules: the trained models, by the names of their folders in a checkpoint.
-            optimizer: the fused AdamW of the config by default. Another one waits for the device in each step, unless
-                it can skip a step by `found_inf`.
+            optimizer: the fused AdamW of the config by default. With an optimizer that is not fused, each step waits
+                for the device to learn whether the loss is finite.
             warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
         """
         options = self.config.optimization
@@ -263,7 +263,7 @@ class TrainingRun:
             for module in modules.values()
             if isinstance(module, SkipScalingMixin)
         }
-        self._figures: dict[str, Any] = {}
+        self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds = 0.0
         if self.config.output.resume_from_checkpoint is not None:
@@ -329,11 +329,11 @@ class TrainingRun:
 
     def evaluate(self, make_images: MakeImages):
         """Log FID and KID of images. All processes call `make_images`, each for its share of the numbers."""
-        self.record(self._evaluation.figures(self, make_images))
+        self.record(self._evaluation.compute(self, make_images))
 
-    def record(self, figures: dict[str, Any]):
-        """Add figures to the log line of this step."""
-        self._figures.update(figures)
+    def record(self, values: dict[str, Any]):
+        """Add values to the log line of this step. All processes must call this."""
+        self._recorded.update(values)
 
     def encode_images(self, batch: Batch) -> torch.Tensor:
         """Return the pixels of a batch, or newly drawn latents of a latent model."""
@@ -361,7 +361,7 @@ class TrainingRun:
         """Whether this process was asked to stop."""
         return self._signal != 0
 
-    def say(self, text: str):
+    def print(self, text: str):
         """Print a line once, above the progress bar."""
         if self.accelerator.is_main_process:
             tqdm.write(text)
@@ -418,7 +418,7 @@ class TrainingRun:
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    # Around a batch
+    # Steps
 
     def _begin(self, micro_step: int):
         # Dropout depends on the seed, the step and the process.
@@ -436,12 +436,12 @@ class TrainingRun:
                 set_skip_scaling_strength(module, strength * min(1.0, step / self._warmup_steps))
 
     def _end_step(self):
-        log = self.is_due(self.config.monitoring.logging_steps) or bool(self._figures)
+        log = self.is_due(self.config.monitoring.logging_steps) or bool(self._recorded)
         save = self.is_due(self.config.output.checkpointing_steps)
         # One process can stop at any step. Several must agree, which they do when they wait for the device anyway.
         stop = self.is_stopping and self.accelerator.num_processes == 1
         if log or save or stop:
-            stop = self._look()
+            stop = self._read_statistics()
         if log:
             self._log()
         if save or stop:
@@ -457,10 +457,10 @@ class TrainingRun:
                 on_all_processes=True,
             )
 
-    def _look(self) -> bool:
-        """Wait for the device, add up what happened, and return whether a process was asked to stop."""
+    def _read_statistics(self) -> bool:
+        """Wait for the device, update the progress, and return whether a process was asked to stop."""
         started = time.perf_counter()
-        seen = self.optimizer_step.look(self.is_stopping)
+        seen = self.optimizer_step.read_statistics(self.is_stopping)
         self._seconds += time.perf_counter() - started
         self._grad_norm = seen.grad_norm
         self.progress.loss_sum += seen.loss_sum
@@ -471,7 +471,7 @@ class TrainingRun:
         return seen.interrupted
 
     def _report_nonfinite_steps(self, longest_run: int):
-        self.say(
+        self.print(
             f"warning: step {self.global_step}: skipped updates with a non-finite loss or gradient (at most "
             f"{longest_run} in a row)"
         )
@@ -492,11 +492,11 @@ class TrainingRun:
             "loss": progress.loss_sum / progress.finite_steps if progress.finite_steps else math.nan,
             "grad_norm": self._grad_norm,
             "lr": self.optimizer_step.learning_rate,
-            **self._figures,
+            **self._recorded,
             "images_per_second": images / self._seconds,
         }
         self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row, logged_at=step)
-        self._figures, self._seconds = {}, 0.0
+        self._recorded, self._seconds = {}, 0.0
         self.write("the log", lambda: self.metrics.write(line))
         scalars = {name: value for name, value in line.items() if isinstance(value, float)}
         self.accelerator.log(scalars, step=step)
@@ -526,7 +526,7 @@ class TrainingRun:
         self._warm_up(max(0, self.global_step - 1))
         self.accelerator.print(f"resumed from {path}, after step {self.global_step}")
 
-    # Surroundings
+    # Output folder, settings and signals
 
     def _prepare_folder(self):
         try:
@@ -547,7 +547,7 @@ class TrainingRun:
                 raise UserError(f"--output_dir {self.folder} holds {what}: pass another folder")
 
     def _describe_settings(self) -> dict[str, Any]:
-        """Return all options and what they led to, and print them."""
+        """Print and return all settings: the options, and what depends on data, model and processes."""
         train, validation = self.data.train.num_samples, self.data.validation.num_samples
         scaling = skip_connections(self.modules["unet"]).config
         settings = {

@@ -1,4 +1,4 @@
-"""How a training script ends: in one line for what the user can change, with a traceback for a bug."""
+"""End a training script: with one line for invalid input, with a traceback for a bug."""
 
 import os
 import sys
@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.processes import OtherProcessFailed
 
 
 class TrainingStopped(Exception):
@@ -18,7 +17,7 @@ class TrainingStopped(Exception):
 
     Args:
         exit_code: of the script.
-        on_all_processes: whether all processes raise it, so that one of them reports it.
+        on_all_processes: whether all processes raise it, so that one on each machine prints it.
     """
 
     def __init__(self, message: str, exit_code: int = 1, on_all_processes: bool = False):
@@ -36,10 +35,10 @@ def run_script(main: Callable[[], object]):
         stopped = error
     except UserError as error:
         message = " ".join(str(error).split())
-        stopped = TrainingStopped(message, exit_code=2, on_all_processes=not isinstance(error, OtherProcessFailed))
+        stopped = TrainingStopped(message, exit_code=2, on_all_processes=True)
     except KeyboardInterrupt:
         message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
-        stopped = TrainingStopped(message, exit_code=130)
+        stopped = TrainingStopped(message, exit_code=130, on_all_processes=True)
     except Exception:
         if not torch.distributed.is_initialized():
             raise

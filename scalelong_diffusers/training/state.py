@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights and EMA weights, mostly as model folders, the optimizer's state, and numbers."""
+"""Save and load the state of a run: weights and EMA weights, mostly as model folders, optimizer, and progress."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ _TRAINED_FILE = "trained.safetensors"
 
 
 def save_state(run: "TrainingRun", folder: Path):
-    """Write all that a run needs to be resumed."""
+    """Write everything that is needed to resume a run."""
     for name, module in run.modules.items():
         _save_weights(module, folder / name)
         if run.ema is not None:
@@ -47,7 +47,7 @@ def save_state(run: "TrainingRun", folder: Path):
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the numbers of a checkpoint."""
+    """Return the settings and numbers of a checkpoint."""
     state = json.loads((folder / _STATE_FILE).read_text())
     if state.get("format_version") != FORMAT_VERSION:
         raise UserError(

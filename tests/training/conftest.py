@@ -46,7 +46,7 @@ SMALL = {
 
 
 def make_flags(**settings) -> list[str]:
-    """Return a command line. `True` is a switch that is on, `None` leaves a flag out, and a list has several values."""
+    """Return a command line. `True` turns a switch on, `None` leaves a flag out, and a list has several values."""
     words = []
     for name, value in settings.items():
         if value is not None:
@@ -213,7 +213,7 @@ def _run_forked(
         for descriptor, stream in ((1, "out"), (2, "err")):
             file = os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT)
             os.dup2(file, descriptor)
-        sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+        sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         warnings.simplefilter("ignore")

@@ -38,8 +38,9 @@ ALTERNATIVES = [
     {"precomputed_dir": "latents"},
     {"model_type": "unet"},
     {
-        "skip_scaling": "ls", "skip_scaling_shared": True, "skip_scaling_reduction": 4, "skip_scaling_activation": "elu",
+        "skip_scaling": "ls", "skip_scaling_shared": True, "skip_scaling_reduction": 4,
         "skip_scaling_gate": "se", "skip_scaling_gate_axis": "channels", "skip_scaling_init": "paper",
+        "skip_scaling_activation": "elu",
     },
 ]  # fmt: skip
 
@@ -137,11 +138,11 @@ def test_presets_fill_in_and_flags_override():
 
 
 def test_rejects_presets_of_other_scripts():
-    with pytest.raises(UserError, match=r"preset imagenet64-uvit-m-4 is for train_class_conditional.py; accepted here"):
+    with pytest.raises(UserError, match=r"preset imagenet64-uvit-m-4 is for train_class_conditional.py; accepted"):
         make_config(TrainingConfig, preset="imagenet64-uvit-m-4")
     with pytest.raises(UserError, match="preset mscoco-uvit-s-2 is a latent model: pass --pretrained_vae_model_name"):
         make_config(TextToImageConfig, preset="mscoco-uvit-s-2")
-    with pytest.raises(UserError, match="unknown preset 'cifar10-uvit'.*did you mean 'cifar10-uvit-s-2'"):
+    with pytest.raises(UserError, match=r"unknown preset 'cifar10-uvit'.*did you mean 'cifar10-uvit-s-2'"):
         make_config(TrainingConfig, preset="cifar10-uvit")
 
 

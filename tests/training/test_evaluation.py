@@ -1,4 +1,4 @@
-"""FID and KID of a run's samples: they equal those of the saved pipeline, and mistakes are reported early."""
+"""FID and KID of a run's samples equal FID and KID of the saved pipeline, and mistakes are reported early."""
 
 import json
 import math
@@ -211,7 +211,10 @@ def test_mistakes_are_reported_before_the_first_step(refused, evaluation, make_n
         ({"eval_reference": "no/such/folder"}, "the reference no/such/folder does not exist"),
         ({"eval_reference": "gone.safetensors"}, "gone.safetensors does not exist"),
         ({"eval_reference": larger}, "has statistics of images with 16 x 16 pixels, but the evaluated images have 8"),
-        ({"eval_reference": smaller, "eval_features": other_network}, "the statistics of the reference have 16 featur"),
+        (
+            {"eval_reference": smaller, "eval_features": other_network},
+            "the statistics of the reference have 16 ",
+        ),
     ]
     for changes, message in rows:
         assert message in refused(**{**evaluation, **changes}), message

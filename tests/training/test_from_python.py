@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_custom_optimizer_skips_nonfinite_steps_and_resumes(nested_config, weigh
 
     train(nested_config(tmp_path / "run", max_train_steps=4))
     states = [weights_of(tmp_path / "run", step) for step in (1, 2, 3, 4)]
-    are_equal = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(states, states[1:])]
+    are_equal = [all(torch.equal(one[name], other[name]) for name in one) for one, other in pairwise(states)]
     assert are_equal == [True, False, False]
 
     train(nested_config(tmp_path / "resumed", max_train_steps=3))

@@ -81,7 +81,7 @@ def test_preset_shows_999_t_to_the_network():
 
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
 def test_min_snr_weights_the_error_of_x(prediction_type):
-    """For every prediction type, the weighted loss is min(SNR, gamma) times the squared error of x."""
+    """The weighted loss of every prediction type is min(SNR, gamma) times the squared error of x."""
     process = process_of(prediction_type=prediction_type, snr_gamma=5)
     noisy = process.add_noise(CLEAN, NOISE, STEPS)
     prediction = process.target(CLEAN, NOISE, STEPS) + 0.1

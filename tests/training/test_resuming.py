@@ -81,7 +81,7 @@ def test_resumes_exactly_with(train, stopped_at, unet_with_dropout, assert_same_
 
 @pytest.mark.parametrize(("num_workers", "processes"), [(2, 1), (0, 2)])
 def test_killed_run_resumes_exactly(launch, finished, assert_same_run, tmp_path, num_workers, processes):
-    """It is killed at any point of a step, after the checkpoint of step 8."""
+    """The kill happens at any point of a step, after the checkpoint of step 8."""
     changes = {"dataloader_num_workers": num_workers, "processes": processes, "train_batch_size": 4 // processes}
     folder = tmp_path / "killed"
     running = launch(folder, max_train_steps=400, **changes)
@@ -142,7 +142,7 @@ def test_signal_saves_and_explains_how_to_resume(launch, train, finished, weight
 
 @pytest.fixture
 def sampling(monkeypatch, tmp_path):
-    """Two files: the first appears while samples are made, which goes on until the second one does."""
+    """Two files: the first one appears while samples are made, which lasts until the second one appears."""
     begun, may_end = tmp_path / "begun", tmp_path / "may_end"
 
     def wait(images, columns):
@@ -304,5 +304,3 @@ def test_full_disk_without_a_checkpoint(launch, tmp_path):
     assert code == 1
     assert "cannot write the log: [Errno 27] File too large; there is no checkpoint" in errors.splitlines()[-1]
     assert "Traceback" not in errors
-
-

@@ -159,7 +159,7 @@ class TestDroppedCaptions:
 
     @pytest.mark.slow
     def test_count_as_empty(self, train_text, metrics_of, monkeypatch, tmp_path):
-        """With nearly all captions dropped, training equals training with empty captions."""
+        """Training with nearly all captions dropped equals training with empty captions."""
 
         def losses(name, proportion):
             options = {"proportion_empty_prompts": proportion, "max_train_steps": 3}
@@ -167,7 +167,7 @@ class TestDroppedCaptions:
 
         with_captions, dropped = losses("with_captions", 0.0), losses("dropped", 0.999999)
         tokenize = text.tokenize
-        monkeypatch.setattr(text, "tokenize", lambda captions, *args, **kw: tokenize([""] * len(captions), *args, **kw))
+        monkeypatch.setattr(text, "tokenize", lambda captions, **options: tokenize([""] * len(captions), **options))
         assert dropped == losses("empty", 0.0)
         assert dropped != with_captions
 
