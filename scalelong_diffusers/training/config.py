@@ -15,7 +15,6 @@ from scalelong_diffusers.options import (
     as_flags,
     build_config,
     check_options,
-    flat_options,
     option,
     options_of,
 )
@@ -289,46 +288,3 @@ def parse_config(config_class: type[Config], description: str, argv: Sequence[st
         return make_config(config_class, **values)
     except UserError as error:
         parser.error(as_flags(str(error), [flag for flag, _, _ in options_of(config_class)]))
-
-
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return all options of a run by flag, as they are stored beside it. The token is never stored."""
-    return {name: value for name, value in sorted(flat_options(config).items()) if name != "hub_token"}
-
-
-# FID and KID of a checkpoint and of the run that resumes it are compared, so these must be equal where both evaluate.
-_EVALUATION_SETTINGS = {
-    *("num_eval_images", "eval_metric", "eval_features", "eval_reference", "num_inference_steps", "guidance_scale")
-}
-
-
-def check_same_settings(
-    checkpoint: str, config: RunConfig, before: dict[str, Any], now: dict[str, Any], allow_changes: bool
-):
-    """Raise a `UserError` if a run is resumed with settings that must not change."""
-    on_resume = {flag: details.on_resume for flag, _, details in options_of(type(config))}
-    free = {name for name, rule in on_resume.items() if rule == "free"} | {"model"}
-    # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
-    if now["lr_scheduler"].startswith("constant"):
-        free.add("max_train_steps")
-    # Equal data may be described differently, for example if its folder was moved.
-    if before.get("data_fingerprint") == now["data_fingerprint"]:
-        free.add("data")
-    # The fields of another method differ anyway.
-    if before.get("skip_scaling") != now.get("skip_scaling"):
-        free |= {flag for flag, _, _ in options_of(SkipScalingConfig)} - {"skip_scaling"}
-    if not (before.get("eval_steps") and now["eval_steps"]):
-        free |= _EVALUATION_SETTINGS
-    changed = {
-        name: f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in {**before, **now}
-        if name not in free and before.get(name) != now.get(name)
-    }
-    if changed and not allow_changes:
-        raise UserError(
-            f"{checkpoint} belongs to a run with other settings: {'; '.join(changed.values())}; pass the same "
-            "settings, or --allow_changed_settings"
-        )
-    fixed = [change for name, change in changed.items() if on_resume.get(name) == "fixed"]
-    if fixed:
-        raise UserError(f"{checkpoint} holds the weights of another model: {'; '.join(fixed)}; start a new run")

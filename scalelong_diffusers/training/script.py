@@ -1,9 +1,12 @@
 """End a training script: with one line for invalid input, with a traceback for a bug."""
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -56,3 +59,28 @@ def _exit_without_waiting(code: int):
     """Exit although other processes may be in a collective call, for which torch would wait forever."""
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
+
+
+class StopSignal:
+    """The signal that asked this process to save and stop: SIGTERM or the first Ctrl-C. 0 if there was none."""
+
+    number = 0
+
+    @contextmanager
+    def caught(self):
+        """Note signals instead of ending the process. A second Ctrl-C ends it without saving."""
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+            yield
+            return
+
+        def note(number, frame):
+            if self.number == number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.number = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -8,7 +8,7 @@ import pytest
 
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.options import options_of
+from scalelong_diffusers.options import flat_options, options_of
 from scalelong_diffusers.presets import PRESETS
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.train import (
@@ -21,7 +21,7 @@ from scalelong_diffusers.train.finetune_text_to_image import FineTuningConfig
 from scalelong_diffusers.train.train_class_conditional import ClassConditionalConfig
 from scalelong_diffusers.train.train_text_to_image import TextToImageConfig
 from scalelong_diffusers.training import OptimizationConfig, TrainingConfig, make_config, parse_config
-from scalelong_diffusers.training.config import check_same_settings, settings_of
+from scalelong_diffusers.training.settings import check_same_settings, inexact_resume_warning
 
 
 SCRIPTS = {
@@ -90,8 +90,8 @@ def test_flags_and_stored_settings_give_the_same_config(config_class):
     for values in option_groups(config_class):
         config = parse_config(config_class, "", words_of(values))
         assert config == make_config(config_class, **values)
-        settings = json.loads(json.dumps(settings_of(config)))
-        assert settings.keys() <= flags - {"hub_token"}
+        settings = json.loads(json.dumps(flat_options(config)))
+        assert settings.keys() <= flags
         for flag, value in values.items():
             assert settings[flag] == (list(value) if isinstance(value, tuple) else value), flag
         assert make_config(config_class, **settings) == config
@@ -128,12 +128,12 @@ def test_presets_fill_in_and_flags_override():
     for preset in PRESETS.values():
         latent = {"pretrained_vae_model_name_or_path": "vae"} if preset.is_latent else {}
         config_class = CONFIGS[preset.task]
-        settings = settings_of(make_config(config_class, preset=preset.name, **latent))
+        settings = flat_options(make_config(config_class, preset=preset.name, **latent))
         assert preset.training.items() <= settings.items()
         assert settings["resolution"] == preset.config["sample_size"] * (8 if preset.is_latent else 1)
         assert settings["skip_scaling"] == "cs"
         changes = {"learning_rate": 7.0, "random_flip": False, "train_batch_size": 2, "resolution": 32}
-        changed = settings_of(make_config(config_class, preset=preset.name, **latent, **changes))
+        changed = flat_options(make_config(config_class, preset=preset.name, **latent, **changes))
         assert changed == settings | changes | {"total_batch_size": None}
 
 
@@ -227,7 +227,7 @@ WARMED_UP = {"lr_scheduler": "constant_with_warmup"}
 )
 def test_settings_of_a_resumed_run(shared, before, now, message):
     config = make_config(TextToImageConfig)
-    stored = {**settings_of(config), **STORED, **shared}
+    stored = {**flat_options(config), **STORED, **shared}
     before, now = stored | before, stored | now
     if message is None:
         check_same_settings("checkpoint-5", config, before, now, allow_changes=False)
@@ -250,12 +250,20 @@ def test_settings_that_weights_depend_on_never_change():
         "train_text_encoder": True,
     }
     config = make_config(TextToImageConfig)
-    stored = {**settings_of(config), **STORED}
+    stored = {**flat_options(config), **STORED}
     for flag, value in changes.items():
         with pytest.raises(UserError, match=f"checkpoint-5 holds the weights of another model: {flag} was .* and is"):
             check_same_settings("checkpoint-5", config, stored, stored | {flag: value}, allow_changes=True)
     # Fine-tuning stores the scaling of the pipeline, which its flags do not name.
     config = make_config(FineTuningConfig, **REQUIRED[FineTuningConfig])
-    stored = {**settings_of(config), **STORED, "skip_scaling": "ls"}
+    stored = {**flat_options(config), **STORED, "skip_scaling": "ls"}
     with pytest.raises(UserError, match="skip_scaling was 'ls' and is 'cs'; start a new run"):
         check_same_settings("checkpoint-5", config, stored, stored | {"skip_scaling": "cs"}, allow_changes=True)
+
+
+def test_streaming_resumes_exactly_only_with_the_same_readers():
+    before = {"streaming": True, "train_batch_size": 4, "num_processes": 1, "dataloader_num_workers": 2}
+    assert inexact_resume_warning(before, before) is None
+    changed = {**before, "num_processes": 2, "train_batch_size": 2}
+    assert "train_batch_size and num_processes changed" in inexact_resume_warning(before, changed)
+    assert inexact_resume_warning(before, {**changed, "streaming": False}) is None
