@@ -13,7 +13,7 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from scalelong_diffusers.download import damaged_file_errors
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.models.hub_mixin import HubMixin
+from scalelong_diffusers.models.mixin import HubMixin
 from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
     Denoiser,

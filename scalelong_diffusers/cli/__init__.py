@@ -4,10 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from scalelong_diffusers import __version__
 from scalelong_diffusers.cli import convert, evaluate, inspect, kappa, presets, sample
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.options import ArgumentParser, as_flags
-from scalelong_diffusers.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
