@@ -199,7 +199,7 @@ class TestRejected:
         dit = diffusers.DiTTransformer2DModel(
             num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=4
         )
-        message = "DiTTransformer2DModel has no long skips that this package knows; models .*: .*UNet2DModel, .*UNetMotionModel"
+        message = "DiTTransformer2DModel has no long skips that this package knows; models .*: .*UNet2DModel, .*Motion"
         assert_rejected(dit, "cs", message)
         uvit = diffusers.UVit2DModel(
             hidden_size=16, cond_embed_dim=16, micro_cond_encode_dim=4, micro_cond_embed_dim=20,
