@@ -88,7 +88,13 @@ def push_adapter(
     ```
     """
     card = CardFacts.parse(card)
-    base_model = _repository_of(pipe) if base_model is None else base_model
+    source = pipe.config.get("_name_or_path")
+    if base_model is None and (source is None or os.path.exists(source)):
+        raise UserError(
+            "give base_model, the repository of the base model on the Hub: this pipeline was loaded from "
+            f"{source or 'no repository'}"
+        )
+    base_model = base_model or source
 
     def write_card(folder: str, repo_id: str, previous: str | None):
         _write_card(make_adapter_card(pipe, base_model, repo_id, card, previous, revision), card, folder)
@@ -118,8 +124,6 @@ def _push(
     subfolder: str | None = None,
 ) -> str:
     """Upload the files that `save` and `write_card(folder, repo_id, previous)` write into a folder."""
-    if create_pr and revision is not None:
-        raise UserError(f"a pull request is opened against main: give create_pr or revision={revision!r}, not both")
     api = HfApi(token=token)
     with hub_errors(repo_id, revision), tempfile.TemporaryDirectory() as folder:
         # Everything that can fail locally comes before the repository is created, including a first card.
@@ -168,13 +172,3 @@ def _write_card(card: ModelCard, facts: CardFacts, folder: str | os.PathLike):
     card.save(os.path.join(folder, "README.md"))
     if facts.samples is not None:
         facts.samples.save(os.path.join(folder, SAMPLES))
-
-
-def _repository_of(pipe: DiffusionPipeline) -> str:
-    source = pipe.config.get("_name_or_path")
-    if source is None or os.path.exists(source):
-        raise UserError(
-            "give base_model, the repository of the base model on the Hub: this pipeline was loaded from "
-            f"{source or 'no repository'}"
-        )
-    return source

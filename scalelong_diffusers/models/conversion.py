@@ -51,13 +51,14 @@ _ARCHITECTURE_TENSORS = {
     "se.layer1.weight": (2, False),
     "se.0.layer1.weight": (2, False),
 }
-# Exceptions that torch's restricted unpickler raises for invalid files.
+# Exceptions for invalid files, most of them from torch's restricted unpickler.
 _LOAD_ERRORS = (
     pickle.UnpicklingError,
     struct.error,
     AssertionError,
     EOFError,
     LookupError,
+    OSError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -89,10 +90,7 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
         raise UserError(f"{target} already exists and is not overwritten")
     model = model_from_reference(load_reference(source), details, source)
     parent = os.path.dirname(os.path.abspath(target))
-    try:
-        os.makedirs(parent, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{target} cannot be created: {error}") from error
+    os.makedirs(parent, exist_ok=True)
     # Written to a folder on the same disk and renamed, so that a failed write leaves nothing.
     with tempfile.TemporaryDirectory(dir=parent, prefix=".") as folder:
         partial = os.path.join(folder, "model")
@@ -104,26 +102,20 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
 def load_reference(source: str) -> StateDict:
     """Load the tensors of a `.pth`, or of the one in a training folder. Nothing else is unpickled."""
     path = os.path.join(source, "nnet_ema.pth") if os.path.isdir(source) else source
-    if not os.path.isfile(path):
-        raise UserError(f"{path} does not exist; accepted: a .pth, or a training folder with nnet_ema.pth")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)  # rejected below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:
         raise UserError(
-            f"{path} is damaged or holds more than tensors, which is rejected because a pickle can run code; "
-            "accepted: a state dict that torch.save wrote"
+            f"{path} is missing, damaged or holds more than weights, which is rejected because a pickle can run code "
+            f"({type(error).__name__}); accepted: a state dict that torch.save wrote, or a folder with nnet_ema.pth"
         ) from error
-    if not isinstance(state, Mapping):
-        raise UserError(f"{path} is not a state dict (names and tensors): it holds a {type(state).__name__}")
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
-            raise UserError(f"{path} is not a state dict (names and tensors): it has the entry {key!r}")
-        if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
+    for key, value in state.items() if isinstance(state, Mapping) else [("its content", state)]:
+        is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+        if not (is_dense and value.is_floating_point()):
             raise UserError(
-                f"{path} has {key} as {value.dtype}, {value.layout}, on {value.device}; weights must be dense "
-                "floating-point tensors"
+                f"{path} is not a state dict of dense floating-point tensors: {key} is a {type(value).__name__} of another kind"
             )
     return dict(state)
 
@@ -181,16 +173,22 @@ def _reference_key(key: str, num_skips: int) -> str:
 
 def _architecture(state: StateDict, details: CheckpointDetails, source: str) -> dict[str, Any]:
     """Return the model's config, from the shapes of the weights and the given details."""
-    _check_architecture_tensors(state, source)
+    for key, (ndim, is_required) in _ARCHITECTURE_TENSORS.items():
+        shape = tuple(state[key].shape) if key in state else None
+        if (shape is None and is_required) or (shape is not None and (len(shape) != ndim or 0 in shape)):
+            fault = "is missing" if shape is None else f"has shape {shape}"
+            names = ", ".join(list(state)[:3])
+            raise UserError(f"{source} is not a U-ViT: {key} {fault} among {len(state)} tensors ({names}, ...)")
     hidden_size, in_channels, patch_size, _ = state["patch_embed.proj.weight"].shape
     text = state.get("context_embed.weight")
     labels = state.get("label_emb.weight")
-    gates = _gates(state, source)
+    gates = _gates(state)
     _check_details(details, gates, text is not None, source)
     context_length = 0 if text is None else details.context_length
     num_patches = state["pos_embed"].shape[1] - 1 - (labels is not None) - context_length
     return {
-        "sample_size": _side(num_patches, source) * patch_size,
+        # `_check_matches` finds a number of patches that is not square.
+        "sample_size": math.isqrt(max(num_patches, 1)) * patch_size,
         "patch_size": patch_size,
         "in_channels": in_channels,
         "out_channels": state["decoder_pred.weight"].shape[0] // patch_size**2,
@@ -207,29 +205,15 @@ def _architecture(state: StateDict, details: CheckpointDetails, source: str) -> 
     }
 
 
-def _check_architecture_tensors(state: StateDict, source: str):
-    for key, (ndim, is_required) in _ARCHITECTURE_TENSORS.items():
-        if (key not in state and is_required) or (key in state and state[key].ndim != ndim):
-            fault = f"a {state[key].ndim}-D" if key in state else "no"
-            names = ", ".join(list(state)[:3])
-            raise UserError(f"{source} is not a U-ViT: it has {fault} {key} among {len(state)} tensors ({names}, ...)")
-        if key in state and 0 in state[key].shape:
-            raise UserError(f"{source} is not a U-ViT: its {key} is empty, {tuple(state[key].shape)}")
-
-
-def _gates(state: StateDict, source: str) -> dict[str, Any] | None:
+def _gates(state: StateDict) -> dict[str, Any] | None:
     """Return the fields of the skip scaling that the gates determine, or None for a checkpoint without gates."""
     is_shared = "se.layer1.weight" in state
     first = state.get("se.layer1.weight" if is_shared else "se.0.layer1.weight")
     if first is None:
         return None
     hidden, width = first.shape
-    if hidden > width:
-        raise UserError(
-            f"the gates of {source} have a hidden width of {hidden}, above the {width} tokens that they pool"
-        )
     # Several reductions can give the same gate. The paper's is preferred.
-    reduction = 16 if width // 16 == hidden else width // hidden
+    reduction = 16 if width // 16 == hidden else max(width // hidden, 1)
     return {"method": "ls", "shared": is_shared, "init": "paper", "reduction": reduction}
 
 
@@ -244,28 +228,21 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
     }
     if missing := [flag for flag, is_missing in needed.items() if is_missing]:
         raise UserError(f"the weights of {source} do not tell everything about the model: give {', '.join(missing)}")
-    if details.context_length is not None and not has_text:
-        raise UserError(
-            f"context_length={details.context_length} was given, but {source} is not a text-to-image model"
-        )
     method = given.get("method")
-    if method == "learnable":
-        raise UserError(f"skip_scaling='learnable' cannot be used for {source}: the reference has no such method")
-    if method in ("cs", "constant") and given.get("kappa", "auto") == "auto":
-        raise UserError(f"--skip_scaling {method} needs the --kappa that {source} was trained with, as a number")
-    if gates and method not in (None, "ls"):
-        raise UserError(f"{source} has gates of the method 'ls', which contradicts skip_scaling={method!r}")
-
-
-def _side(num_patches: int, source: str) -> int:
-    """Return the number of patches along one side of the image, which is square in the reference."""
-    side = math.isqrt(max(num_patches, 0))
-    if not side or side * side != num_patches:
-        raise UserError(
-            f"the position embeddings of {source} leave {num_patches} tokens for the patches, which is not a square "
-            "number; check --context_length if the model has text"
-        )
-    return side
+    contradictions = {
+        f"context_length={details.context_length} is only for text-to-image models": (
+            details.context_length is not None and not has_text
+        ),
+        "the reference has no skip_scaling='learnable'": method == "learnable",
+        f"--skip_scaling {method} needs the --kappa of its training, as a number": (
+            method in ("cs", "constant") and given.get("kappa", "auto") == "auto"
+        ),
+        f"it has gates of the method 'ls', which contradicts skip_scaling={method!r}": (
+            gates is not None and method not in (None, "ls")
+        ),
+    }
+    if found := [message for message, is_true in contradictions.items() if is_true]:
+        raise UserError(f"{source} cannot be converted: {'; '.join(found)}")
 
 
 def _check_matches(given: StateDict, expected: StateDict, source: str):
@@ -278,4 +255,5 @@ def _check_matches(given: StateDict, expected: StateDict, source: str):
         if key in given and given[key].shape != tensor.shape
     ]
     if faults:
-        raise UserError(f"{source} does not match a U-ViT of its shapes: {'; '.join(faults)}")
+        hint = "; check --context_length if the model has text"
+        raise UserError(f"{source} does not match a U-ViT of its shapes: {'; '.join(faults)}{hint}")
