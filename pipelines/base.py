@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
+from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin, UNet2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 
@@ -14,7 +14,6 @@ from scalelong_diffusers.models.mixin import HubMixin
 from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
     Denoiser,
-    accepts_text,
     check_channels,
     check_scheduler,
     check_size,
@@ -46,6 +45,12 @@ class NonFiniteImages(UserError):
 class SamplingPipeline(HubMixin, DiffusionPipeline):
     """
     Base class of our pipelines. A subclass adds its condition: one tensor that the model gets at every step.
+
+    Arguments that all constructors share:
+        unet: a diffusers U-Net or a model of scalelong_diffusers.
+        scheduler: any diffusers scheduler that fits.
+        vae: decodes the model's latents; None for a model of pixels.
+        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
 
     Arguments that all `__call__` methods share:
         num_inference_steps: number of steps of the scheduler.
@@ -166,7 +171,10 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         """Return the model output for the scheduler's step, with guidance applied."""
         guided = self.do_classifier_free_guidance
         sample = self.scheduler.scale_model_input(torch.cat([latents] * 2) if guided else latents, t)
-        output = self.unet(sample, t_on_device, **self._model_arguments(condition), return_dict=False)[0]
+        arguments = {} if self._condition_argument is None else {self._condition_argument: condition}
+        if not isinstance(unwrap_model(self.unet), UNet2DModel):
+            arguments.setdefault("encoder_hidden_states", None)  # a UNet2DConditionModel requires the argument
+        output = self.unet(sample, t_on_device, **arguments, return_dict=False)[0]
         mean, variance = output.tensor_split([latents.shape[1]], dim=1)
         if guided:
             unconditional, conditional = mean.chunk(2)
@@ -176,22 +184,13 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             variance = variance.chunk(2)[1]
         return torch.cat([mean, variance], dim=1) if uses_predicted_variance(self.scheduler) else mean
 
-    def _model_arguments(self, condition: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-        arguments = {} if self._condition_argument is None else {self._condition_argument: condition}
-        if accepts_text(unwrap_model(self.unet)):
-            arguments.setdefault("encoder_hidden_states", None)
-        return arguments
-
     def _timesteps(
         self, num_inference_steps: int, timesteps: list[int] | None, sigmas: list[float] | None
     ) -> torch.Tensor:
         """Set the scheduler's timesteps. They stay on the CPU: schedulers read their values in each step."""
-        given = {"timesteps": timesteps, "sigmas": sigmas}
-        given = {name: values for name, values in given.items() if values is not None}
-        if not given:
-            check_size("num_inference_steps", num_inference_steps)
-            given = {"num_inference_steps": num_inference_steps}
-        self.scheduler.set_timesteps(**given, device="cpu")
+        check_size("num_inference_steps", num_inference_steps)
+        given = {name: v for name, v in {"timesteps": timesteps, "sigmas": sigmas}.items() if v is not None}
+        self.scheduler.set_timesteps(**(given or {"num_inference_steps": num_inference_steps}), device="cpu")
         return self.scheduler.timesteps
 
     def _initial_latents(

@@ -15,13 +15,11 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
     Pipeline for class-conditional image generation.
 
     Args:
-        unet: a diffusers U-Net or a model of scalelong_diffusers, with `num_class_embeds`.
-        scheduler: any diffusers scheduler that fits.
-        vae: decodes the model's latents; None for a model of pixels.
         class_names: the names of the classes in order, or a dict from number to name.
         null_class: the class that means "no class", which guidance needs. It is the last one, `num_class_embeds - 1`;
             None for a model that was trained without it.
-        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
+
+    See [`SamplingPipeline`] for the other arguments.
 
     ```python
     pipe = ScaleLongClassConditionalPipeline(unet, DDIMScheduler(), class_names=["cat", "dog"], null_class=2)

@@ -57,11 +57,6 @@ def required_conditions(model: nn.Module) -> dict[str, str]:
     return conditions
 
 
-def accepts_text(model: nn.Module) -> bool:
-    """Return whether the forward has the argument `encoder_hidden_states`, even if the model ignores it."""
-    return not isinstance(model, UNet2DModel)
-
-
 def uses_predicted_variance(scheduler: SchedulerMixin) -> bool:
     """Return whether the scheduler samples with a predicted variance. All others take only the predicted mean."""
     return isinstance(scheduler, DDPMScheduler | DDPMParallelScheduler) and _has_learned_variance(scheduler)

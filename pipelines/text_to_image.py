@@ -27,11 +27,9 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
     Pipeline for text-to-image generation.
 
     Args:
-        unet: a diffusers U-Net or a model of scalelong_diffusers that attends to text.
-        scheduler: any diffusers scheduler that fits.
         text_encoder, tokenizer: from a CLIP. Without them, give `prompt_embeds` instead of prompts.
-        vae: decodes the model's latents; None for a model of pixels.
-        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
+
+    See [`SamplingPipeline`] for the other arguments.
 
     ```python
     pipe = ScaleLongTextToImagePipeline.from_pretrained("some/model")

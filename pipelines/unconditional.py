@@ -11,13 +11,7 @@ from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser
 
 class ScaleLongUnconditionalPipeline(SamplingPipeline):
     """
-    Pipeline for unconditional image generation.
-
-    Args:
-        unet: a diffusers U-Net or a model of scalelong_diffusers.
-        scheduler: any diffusers scheduler that fits.
-        vae: decodes the model's latents; None for a model of pixels.
-        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
+    Pipeline for unconditional image generation. See [`SamplingPipeline`] for the arguments.
 
     ```python
     pipe = ScaleLongUnconditionalPipeline(unet, DDIMScheduler())

@@ -97,7 +97,9 @@ def make_card(
         load_options: the keywords that `from_pretrained` needs to load the pushed files.
     """
     name = type(model_or_pipeline).__name__
-    source = ", ".join([_literal(repo_id), *(f"{k}={_literal(value)}" for k, value in (load_options or {}).items())])
+    source = ", ".join(
+        [json.dumps(repo_id), *(f"{k}={json.dumps(value)}" for k, value in (load_options or {}).items())]
+    )
     variable = "pipe" if isinstance(model_or_pipeline, DiffusionPipeline) else "model"
     imports = [f"from {_library(model_or_pipeline)} import {name}"]
     if _library(model_or_pipeline) != "scalelong_diffusers":
@@ -120,8 +122,8 @@ def make_adapter_card(
         f"from {_library(pipe)} import {name}",
         "from scalelong_diffusers import load_adapter",
         "",
-        f"pipe = {name}.from_pretrained({_literal(base_model)})",
-        f"load_adapter(pipe, {_literal(repo_id)}" + (f", revision={_literal(revision)})" if revision else ")"),
+        f"pipe = {name}.from_pretrained({json.dumps(base_model)})",
+        f"load_adapter(pipe, {json.dumps(repo_id)}" + (f", revision={json.dumps(revision)})" if revision else ")"),
     ]
     intro = (
         f"An adapter for [{base_model}](https://huggingface.co/{base_model}): the scaling of its long skip "
@@ -211,10 +213,6 @@ def _class_section(model_or_pipeline: ModelMixin | DiffusionPipeline) -> list[st
 
 def _library(model_or_pipeline: ModelMixin | DiffusionPipeline) -> str:
     return type(model_or_pipeline).__module__.split(".")[0]
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> list[str]:

@@ -55,12 +55,12 @@ def push_to_hub(
         repo_id,
         lambda folder: model_or_pipeline.save_pretrained(folder, **save_options),
         write_card,
-        commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
-        private=private,
-        token=token,
-        create_pr=create_pr,
+        private,
+        token,
         revision=revision,
-        subfolder=subfolder,
+        commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
+        create_pr=create_pr,
+        path_in_repo=subfolder,
     )
 
 
@@ -103,11 +103,11 @@ def push_adapter(
         repo_id,
         lambda folder: save_adapter(pipe, folder),
         write_card,
-        commit_message=commit_message or f"Upload an adapter for {base_model}",
-        private=private,
-        token=token,
-        create_pr=create_pr,
+        private,
+        token,
         revision=revision,
+        commit_message=commit_message or f"Upload an adapter for {base_model}",
+        create_pr=create_pr,
     )
 
 
@@ -115,13 +115,10 @@ def _push(
     repo_id: str,
     save: Callable[[str], None],
     write_card: Callable[[str, str, str | None], None],
-    *,
-    commit_message: str,
     private: bool | None,
     token: str | None,
-    create_pr: bool,
     revision: str | None,
-    subfolder: str | None = None,
+    **upload_options,
 ) -> str:
     """Upload the files that `save` and `write_card(folder, repo_id, previous)` write into a folder."""
     api = HfApi(token=token)
@@ -133,16 +130,7 @@ def _push(
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         write_card(folder, repo_id, _card_on_hub(repo_id, token, revision))
-        return str(
-            api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                path_in_repo=subfolder,
-                commit_message=commit_message,
-                create_pr=create_pr,
-                revision=revision,
-            )
-        )
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, **upload_options))
 
 
 def write_model_card(

@@ -138,14 +138,12 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         return_dict: bool = True,
     ) -> UNet2DOutput | tuple[torch.Tensor]:
         """
+        Predict the noise of `sample`, `(batch, channels, height, width)`, at one timestep or one for each image.
+
         Args:
-            sample: the noisy images, `(batch, channels, height, width)`.
-            timestep: one number for all images, or a tensor with one or one per image.
             encoder_hidden_states: the text, `(batch, up to context_length, cross_attention_dim)`.
-            class_labels: the classes, `(batch,)`.
             encoder_attention_mask: `(batch, length of the text)`, 1 for text. Padding is masked as well. Without a
                 mask all tokens are attended to, as in the published models.
-            return_dict: return a `UNet2DOutput` instead of a tuple.
         """
         grid = _patch_grid(*sample.shape[-2:], self.config.patch_size)
         if grid != self.grid and self.skip_scaler.config.gate_axis == "tokens":

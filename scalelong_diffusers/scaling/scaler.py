@@ -20,11 +20,7 @@ class SkipScaler(nn.Module):
     """
     Multiplies the i-th long skip by its factor k_i.
 
-    Args:
-        config: a resolved `SkipScalingConfig`.
-        widths: the size of each skip along the gated dimension, from i = 1 (the outermost).
-        gate_dim: the gated dimension of a skip.
-        device, dtype: where the gates are created.
+    The config is a resolved one. `widths` are the sizes of the skips along the dimension `gate_dim`, from i = 1.
     """
 
     def __init__(self, config: SkipScalingConfig, widths: Sequence[int], gate_dim: int = 1, device=None, dtype=None):

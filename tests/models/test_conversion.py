@@ -168,7 +168,7 @@ CHANGED_KEYS = {
     r"pos_embed is \(1, 18, 32\) instead of \(1, 17, 32\); check --context_length": {
         "pos_embed": torch.zeros(1, 18, 32)
     },
-    "dense floating-point tensors: norm.bias is a Tensor of": {"norm.bias": torch.zeros(32, dtype=torch.int64)},
+    "dense floating-point tensors: norm.bias is a Tensor": {"norm.bias": torch.zeros(32, dtype=torch.int64)},
     r"patch_embed.proj.weight has shape \(32, 3, 0, 0\)": {"patch_embed.proj.weight": torch.zeros(32, 3, 0, 0)},
 }
 
