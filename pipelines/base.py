@@ -1,23 +1,19 @@
 """The sampling loop that our pipelines share, for any model, condition and scheduler."""
 
 import inspect
-import math
-import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
+from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin, UNet2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 
 from scalelong_diffusers.download import damaged_file_errors
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.models.hub_mixin import HubMixin
+from scalelong_diffusers.models.mixin import HubMixin
 from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
     Denoiser,
-    accepts_text,
     check_channels,
     check_scheduler,
     check_size,
@@ -27,10 +23,16 @@ from scalelong_diffusers.pipelines.compatibility import (
     uses_predicted_variance,
     vae_factor,
 )
-from scalelong_diffusers.pipelines.loading import check_components
+from scalelong_diffusers.pipelines.loading import pipeline_index
 
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+# Our pipelines by the conditions of their models.
+_PIPELINES = {
+    frozenset(): "ScaleLongUnconditionalPipeline",
+    frozenset({"class_labels"}): "ScaleLongClassConditionalPipeline",
+    frozenset({"encoder_hidden_states"}): "ScaleLongTextToImagePipeline",
+}
 
 Generators = torch.Generator | list[torch.Generator] | None
 Callback = Callable[[DiffusionPipeline, int, torch.Tensor, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -43,6 +45,12 @@ class NonFiniteImages(UserError):
 class SamplingPipeline(HubMixin, DiffusionPipeline):
     """
     Base class of our pipelines. A subclass adds its condition: one tensor that the model gets at every step.
+
+    Arguments that all constructors share:
+        unet: a diffusers U-Net or a model of scalelong_diffusers.
+        scheduler: any diffusers scheduler that fits.
+        vae: decodes the model's latents; None for a model of pixels.
+        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
 
     Arguments that all `__call__` methods share:
         num_inference_steps: number of steps of the scheduler.
@@ -69,34 +77,26 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
     def _set_up(
         self, unet: Denoiser, scheduler: SchedulerMixin, vae: Autoencoder | None, latent_scale: float | None, **others
     ):
-        self._check_unet(unet)
-        check_channels(unwrap_model(unet), vae)
-        check_scheduler(scheduler, unwrap_model(unet))
-        if latent_scale is not None and not latent_scale > 0:
-            raise UserError(f"latent_scale must be above 0, or None to use the vae's; got {latent_scale!r}")
+        model = unwrap_model(unet)
+        conditions = required_conditions(model)
+        if set(conditions) != {self._condition_argument} - {None}:
+            needs = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
+            right = _PIPELINES.get(frozenset(conditions))
+            raise UserError(
+                f"{type(self).__name__} gives its model {self._condition_argument or 'no condition'}, but this "
+                f"{type(model).__name__} takes {needs}{f'; use {right}' if right else ''}"
+            )
+        check_channels(model, vae)
+        check_scheduler(scheduler, model)
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, **others)
         self.register_to_config(latent_scale=latent_scale)
         self.image_processor = VaeImageProcessor()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        check_components(cls, pretrained_model_name_or_path, kwargs)
+        pipeline_index(pretrained_model_name_or_path, kwargs)  # has clearer messages
         with damaged_file_errors(pretrained_model_name_or_path):
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-
-    def _check_unet(self, unet: Denoiser):
-        name, model = type(self).__name__, unwrap_model(unet)
-        if not isinstance(model, Denoiser):
-            raise UserError(
-                f"{name} needs a diffusers U-Net or a model of scalelong_diffusers as unet, got {type(model).__name__}"
-            )
-        conditions = required_conditions(model)
-        if set(conditions) != {self._condition_argument} - {None}:
-            needs = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
-            raise UserError(
-                f"{name} gives its model {self._condition_argument or 'no condition'}, but this "
-                f"{type(model).__name__} takes {needs}{_pipeline_for(set(conditions))}"
-            )
 
     @property
     def guidance_scale(self) -> float:
@@ -118,33 +118,39 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
     def interrupt(self) -> bool:
         return self._interrupt
 
-    def _sample(
+    def _check_inputs(self, batch_size: int, generator: Generators, output_type: str, tensor_inputs: Sequence[str]):
+        check_scheduler(self.scheduler, unwrap_model(self.unet))
+        check_size("batch_size", batch_size)
+        accepted = self._callback_tensor_inputs
+        for is_wrong, message in (
+            (output_type not in OUTPUT_TYPES, f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}"),
+            (
+                not set(accepted).issuperset(tensor_inputs),
+                f"callback_on_step_end_tensor_inputs must be among {accepted}, got {tensor_inputs}",
+            ),
+            (
+                isinstance(generator, list) and len(generator) != batch_size,
+                f"generator must be a torch.Generator, or a list with one for each of the {batch_size} images",
+            ),
+        ):
+            if is_wrong:
+                raise UserError(message)
+
+    def _denoise(
         self,
-        batch_size: int,
+        latents: torch.Tensor,
         condition: torch.Tensor | None,
-        *,
-        num_inference_steps: int,
-        timesteps: list[int] | None,
-        sigmas: list[float] | None,
+        timesteps: torch.Tensor,
         eta: float,
         generator: Generators,
-        latents: torch.Tensor | None,
-        height: int | None,
-        width: int | None,
-        output_type: str,
-        return_dict: bool,
         callback_on_step_end: Callback | None,
         callback_on_step_end_tensor_inputs: Sequence[str],
-    ) -> ImagePipelineOutput | tuple:
-        """Denoise. With guidance, the first half of `condition` is the unconditional one."""
-        check_scheduler(self.scheduler, unwrap_model(self.unet))
-        _check_generators(generator, batch_size)
-        self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
+    ) -> torch.Tensor:
+        """Run all steps. With guidance, the first half of `condition` is the unconditional one."""
         self._interrupt = False
-        timesteps = self._timesteps(num_inference_steps, timesteps, sigmas)
-        latents = self._initial_latents(batch_size, height, width, generator, latents)
-        step_arguments = self._step_arguments(eta, generator)
         self._num_timesteps = len(timesteps)
+        accepted = inspect.signature(self.scheduler.step).parameters
+        step_arguments = {k: v for k, v in {"eta": eta, "generator": generator}.items() if k in accepted}
         with self.progress_bar(total=len(timesteps)) as progress_bar:
             for i, (t, t_on_device) in enumerate(zip(timesteps, timesteps.to(latents.device))):
                 output = self._predict(latents, t, t_on_device, condition)
@@ -157,9 +163,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
                 progress_bar.update()
                 if self.interrupt:
                     break
-        images = self._decode(latents, output_type)
-        self.maybe_free_model_hooks()
-        return ImagePipelineOutput(images=images) if return_dict else (images,)
+        return latents
 
     def _predict(
         self, latents: torch.Tensor, t: torch.Tensor, t_on_device: torch.Tensor, condition: torch.Tensor | None
@@ -167,7 +171,10 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         """Return the model output for the scheduler's step, with guidance applied."""
         guided = self.do_classifier_free_guidance
         sample = self.scheduler.scale_model_input(torch.cat([latents] * 2) if guided else latents, t)
-        output = self.unet(sample, t_on_device, **self._model_arguments(condition), return_dict=False)[0]
+        arguments = {} if self._condition_argument is None else {self._condition_argument: condition}
+        if not isinstance(unwrap_model(self.unet), UNet2DModel):
+            arguments.setdefault("encoder_hidden_states", None)  # a UNet2DConditionModel requires the argument
+        output = self.unet(sample, t_on_device, **arguments, return_dict=False)[0]
         mean, variance = output.tensor_split([latents.shape[1]], dim=1)
         if guided:
             unconditional, conditional = mean.chunk(2)
@@ -177,27 +184,13 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             variance = variance.chunk(2)[1]
         return torch.cat([mean, variance], dim=1) if uses_predicted_variance(self.scheduler) else mean
 
-    def _model_arguments(self, condition: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-        arguments = {} if self._condition_argument is None else {self._condition_argument: condition}
-        if accepts_text(unwrap_model(self.unet)):
-            arguments.setdefault("encoder_hidden_states", None)
-        return arguments
-
     def _timesteps(
         self, num_inference_steps: int, timesteps: list[int] | None, sigmas: list[float] | None
     ) -> torch.Tensor:
         """Set the scheduler's timesteps. They stay on the CPU: schedulers read their values in each step."""
-        given = {"timesteps": timesteps, "sigmas": sigmas}
-        given = {name: values for name, values in given.items() if values is not None}
-        if len(given) > 1:
-            raise UserError("give either timesteps or sigmas, not both")
-        if not given:
-            check_size("num_inference_steps", num_inference_steps, 1)
-            given = {"num_inference_steps": num_inference_steps}
-        (name,) = given
-        if name not in inspect.signature(self.scheduler.set_timesteps).parameters:
-            raise UserError(f"{type(self.scheduler).__name__} takes no custom {name}; give num_inference_steps")
-        self.scheduler.set_timesteps(**given, device="cpu")
+        check_size("num_inference_steps", num_inference_steps)
+        given = {name: v for name, v in {"timesteps": timesteps, "sigmas": sigmas}.items() if v is not None}
+        self.scheduler.set_timesteps(**(given or {"num_inference_steps": num_inference_steps}), device="cpu")
         return self.scheduler.timesteps
 
     def _initial_latents(
@@ -227,47 +220,33 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             if size is None:
                 raise UserError(f"give height and width: this {type(model).__name__} has no sample_size")
             default_height, default_width = (size, size) if isinstance(size, int) else size
-            height = default_height * factor if height is None else height
-            width = default_width * factor if width is None else width
+            height, width = height or default_height * factor, width or default_width * factor
         check_size("height", height, size_multiple(model) * factor)
         check_size("width", width, size_multiple(model) * factor)
         return height, width
 
-    def _step_arguments(self, eta: float, generator: Generators) -> dict[str, Any]:
-        """Return eta and generator if the scheduler's step accepts them."""
-        accepted = inspect.signature(self.scheduler.step).parameters
-        return {name: value for name, value in (("eta", eta), ("generator", generator)) if name in accepted}
-
-    def _decode(self, latents: torch.Tensor, output_type: str):
+    def _to_output(self, latents: torch.Tensor, output_type: str, return_dict: bool) -> ImagePipelineOutput | tuple:
+        """Decode the latents and free the models."""
         check_finite(latents)
-        if output_type == "latent":
-            return latents
-        if self.vae is None:
-            return self.image_processor.postprocess(latents, output_type)
-        latents = latents / (self.config.latent_scale or self.vae.config.scaling_factor)
-        if self.vae.config.get("shift_factor") is not None:
-            latents = latents + self.vae.config.shift_factor
-        images = self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0]
-        check_finite(images)
-        return self.image_processor.postprocess(images, output_type)
+        images = latents
+        if self.vae is not None and output_type != "latent":
+            images = images / (self.config.latent_scale or self.vae.config.scaling_factor)
+            if self.vae.config.get("shift_factor") is not None:
+                images = images + self.vae.config.shift_factor
+            images = self.vae.decode(images.to(self.vae.dtype), return_dict=False)[0]
+            check_finite(images)
+        images = self.image_processor.postprocess(images, output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
         """Set the guidance as in diffusers: it is on if the scale is above 1."""
-        if not (isinstance(guidance_scale, numbers.Real) and 0 <= guidance_scale < math.inf):
-            raise UserError(f"guidance_scale must be a number of at least 0 (1: no guidance), got {guidance_scale!r}")
-        if not (isinstance(guidance_rescale, numbers.Real) and 0 <= guidance_rescale <= 1):
-            raise UserError(f"guidance_rescale must be a number in [0, 1], got {guidance_rescale!r}")
+        if not (guidance_scale >= 0 and 0 <= guidance_rescale <= 1):
+            raise UserError(
+                "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale in [0, 1], got "
+                f"{guidance_scale} and {guidance_rescale}"
+            )
         self._guidance_scale, self._guidance_rescale = guidance_scale, guidance_rescale
-
-    def _check_outputs(self, output_type: str, tensor_inputs: Sequence[str]):
-        if output_type not in OUTPUT_TYPES:
-            raise UserError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
-        channels = unwrap_model(self.unet).config.in_channels if self.vae is None else self.vae.config.out_channels
-        if output_type == "pil" and channels not in (1, 3, 4):
-            raise UserError(f"images with {channels} channels cannot be PIL images: use output_type 'np' or 'pt'")
-        if unknown := [name for name in tensor_inputs if name not in self._callback_tensor_inputs]:
-            accepted = ", ".join(self._callback_tensor_inputs)
-            raise UserError(f"callback_on_step_end_tensor_inputs must be among {accepted}; got {unknown[0]!r}")
 
 
 def check_finite(tensor: torch.Tensor):
@@ -275,27 +254,6 @@ def check_finite(tensor: torch.Tensor):
     if not tensor.isfinite().all():
         raise NonFiniteImages(
             f"the generated images are not finite: training diverged, or the values are too large for {tensor.dtype}"
-        )
-
-
-def _pipeline_for(conditions: set[str]) -> str:
-    names = {
-        frozenset(): "ScaleLongUnconditionalPipeline",
-        frozenset({"class_labels"}): "ScaleLongClassConditionalPipeline",
-        frozenset({"encoder_hidden_states"}): "ScaleLongTextToImagePipeline",
-    }
-    name = names.get(frozenset(conditions))
-    return f"; use {name}" if name else ""
-
-
-def _check_generators(generator: Generators, batch_size: int):
-    if generator is None:
-        return
-    generators = generator if isinstance(generator, list) else [generator] * batch_size
-    if len(generators) != batch_size or not all(isinstance(one, torch.Generator) for one in generators):
-        raise UserError(
-            f"generator must be a torch.Generator, or a list with one for each of the {batch_size} images; got "
-            f"{generator!r}"
         )
 
 

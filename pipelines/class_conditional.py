@@ -1,6 +1,5 @@
 """Class-conditional sampling, with classes given by number or name."""
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -8,7 +7,7 @@ from diffusers import ImagePipelineOutput, SchedulerMixin
 
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, check_size, unwrap_model
+from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, unwrap_model
 
 
 class ScaleLongClassConditionalPipeline(SamplingPipeline):
@@ -16,13 +15,11 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
     Pipeline for class-conditional image generation.
 
     Args:
-        unet: a diffusers U-Net or a model of scalelong_diffusers, with `num_class_embeds`.
-        scheduler: any diffusers scheduler that fits.
-        vae: decodes the model's latents; None for a model of pixels.
         class_names: the names of the classes in order, or a dict from number to name.
         null_class: the class that means "no class", which guidance needs. It is the last one, `num_class_embeds - 1`;
             None for a model that was trained without it.
-        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
+
+    See [`SamplingPipeline`] for the other arguments.
 
     ```python
     pipe = ScaleLongClassConditionalPipeline(unet, DDIMScheduler(), class_names=["cat", "dog"], null_class=2)
@@ -46,7 +43,7 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         super().__init__()
         self._set_up(unet, scheduler, vae, latent_scale)
         num_embeds = unwrap_model(unet).config.num_class_embeds
-        if null_class is not None and (isinstance(null_class, bool) or null_class != num_embeds - 1):
+        if null_class not in (None, num_embeds - 1):
             raise UserError(
                 f"null_class must be None or the last class ({num_embeds - 1}, as num_class_embeds={num_embeds}), got "
                 f"{null_class!r}"
@@ -65,30 +62,19 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         if isinstance(class_labels, torch.Tensor):
             class_labels = class_labels.tolist()
         is_one = isinstance(class_labels, str) or not isinstance(class_labels, Iterable)
-        labels = [class_labels] if is_one else list(class_labels)
-        if not labels:
-            raise UserError("class_labels is empty; give at least one class")
-        return [self._class_by_name(label) if isinstance(label, str) else self._class_id(label) for label in labels]
+        return [self._class_id(label) for label in ([class_labels] if is_one else class_labels)]
 
-    def _class_id(self, label: int) -> int:
-        null = self.config.null_class
-        is_number = isinstance(label, numbers.Integral) and not isinstance(label, bool)
-        if not is_number or not (0 <= label < self.num_classes or label == null):
-            none = "" if null is None else f" (or {null}, no class)"
-            raise UserError(f"class {label!r} is unknown; accepted: 0..{self.num_classes - 1}{none}, or a name")
-        return int(label)
-
-    def _class_by_name(self, name: str) -> int:
-        if self.config.class_names is None:
-            raise UserError(f"class {name!r} is a name, but this pipeline has no class_names; give its number")
-        ids = [int(i) for i, known in self.config.class_names.items() if known == name]
-        if not ids:
-            known = list(self.config.class_names.values())
-            some = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
-            raise UserError(f"unknown class {name!r}{did_you_mean(name, known)}; accepted: {some}, or their numbers")
-        if len(ids) > 1:
-            raise UserError(f"several classes are named {name!r}: give one of the numbers {sorted(ids)}")
-        return ids[0]
+    def _class_id(self, label: int | str) -> int:
+        names, null = self.config.class_names or {}, self.config.null_class
+        ids = [int(i) for i, name in names.items() if name == label] if isinstance(label, str) else [label]
+        if len(ids) == 1 and ids[0] in (*range(self.num_classes), null):
+            return int(ids[0])
+        problem = f"ambiguous ({sorted(ids)})" if len(ids) > 1 else f"unknown{did_you_mean(label, names.values())}"
+        accepted = f"0..{self.num_classes - 1}" + ("" if null is None else f" (or {null}, no class)")
+        some = ", ".join(list(names.values())[:10]) + (", ..." if len(names) > 10 else "")
+        raise UserError(
+            f"class {label!r} is {problem}; accepted: {accepted}{f', or the names {some}' if names else ''}"
+        )
 
     @torch.no_grad()
     def __call__(
@@ -121,28 +107,18 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
 
         See [`SamplingPipeline`] for the other arguments.
         """
-        check_size("num_images_per_prompt", num_images_per_prompt, 1)
         self.set_guidance(guidance_scale, guidance_rescale)
         labels = torch.tensor(self.class_ids(class_labels), device=self._execution_device)
         labels = condition = labels.repeat_interleave(num_images_per_prompt)
         if self.do_classifier_free_guidance:
             condition = torch.cat([torch.full_like(labels, self.config.null_class), labels])
-        return self._sample(
-            len(labels),
-            condition,
-            num_inference_steps=num_inference_steps,
-            timesteps=timesteps,
-            sigmas=sigmas,
-            eta=eta,
-            generator=generator,
-            latents=latents,
-            height=height,
-            width=width,
-            output_type=output_type,
-            return_dict=return_dict,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+        self._check_inputs(len(labels), generator, output_type, callback_on_step_end_tensor_inputs)
+        timesteps = self._timesteps(num_inference_steps, timesteps, sigmas)
+        latents = self._initial_latents(len(labels), height, width, generator, latents)
+        latents = self._denoise(
+            latents, condition, timesteps, eta, generator, callback_on_step_end, callback_on_step_end_tensor_inputs
         )
+        return self._to_output(latents, output_type, return_dict)
 
     def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
         super().set_guidance(guidance_scale, guidance_rescale)

@@ -48,22 +48,13 @@ def required_conditions(model: nn.Module) -> dict[str, str]:
     conditions = {name: f"{key}={config[key]!r}" for name, key in needed.items() if config.get(key) is not None}
     if config.get("encoder_hid_dim_type") not in (None, "text_proj"):
         conditions["image_embeds"] = f"encoder_hid_dim_type={config.encoder_hid_dim_type!r}"
-    if _has_cross_attention(model):
+    has_cross_attention = config.get("cross_attention_dim") is not None
+    if isinstance(model, UNet2DConditionModel):  # its config has a cross_attention_dim even without such blocks
+        blocks = [*config.down_block_types, *config.up_block_types, config.mid_block_type]
+        has_cross_attention = any("CrossAttn" in str(block) for block in blocks)
+    if has_cross_attention:
         conditions["encoder_hidden_states"] = f"cross_attention_dim={config.cross_attention_dim}"
     return conditions
-
-
-def _has_cross_attention(model: nn.Module) -> bool:
-    if not isinstance(model, UNet2DConditionModel):
-        return model.config.get("cross_attention_dim") is not None
-    # Its config always has a cross_attention_dim, even if no block attends to text.
-    blocks = [*model.config.down_block_types, *model.config.up_block_types, model.config.mid_block_type]
-    return any("CrossAttn" in str(block) for block in blocks)
-
-
-def accepts_text(model: nn.Module) -> bool:
-    """Return whether the forward has the argument `encoder_hidden_states`, even if the model ignores it."""
-    return not isinstance(model, UNet2DModel)
 
 
 def uses_predicted_variance(scheduler: SchedulerMixin) -> bool:
@@ -92,58 +83,38 @@ def vae_factor(vae: Autoencoder | None) -> int:
     return 1 if vae is None else 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def check_size(name: str, value: int, multiple: int):
+def check_size(name: str, value: int, multiple: int = 1):
     """Check that a count or size is a positive multiple of `multiple`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} must be an integer of at least 1, got {value!r}")
-    if value % multiple:
+    if value < 1 or value % multiple:
         below = value // multiple * multiple
-        nearest = f"{below} or {below + multiple}" if below else str(multiple)
-        raise UserError(
-            f"{name}={value} does not fit this model, whose images are multiples of {multiple} pixels; the nearest: "
-            f"{nearest}"
-        )
+        nearest = f"{below} or {below + multiple}" if below > 0 else multiple
+        raise UserError(f"{name} must be a positive multiple of {multiple}, got {value}; the nearest: {nearest}")
 
 
 def check_channels(model: nn.Module, vae: Autoencoder | None):
     """Check that the channels of the model's input, its output and the vae's latents agree."""
-    name, channels, out_channels = type(model).__name__, model.config.in_channels, model.config.out_channels
+    channels, out_channels = model.config.in_channels, model.config.out_channels
+    latent_channels = channels if vae is None else vae.config.latent_channels
     # The default of a U-ViT's out_channels is None: as many as in_channels.
-    if out_channels not in (None, channels, 2 * channels):
+    if out_channels not in (None, channels, 2 * channels) or latent_channels != channels:
         raise UserError(
-            f"this {name} has in_channels={channels} and out_channels={out_channels}; accepted: {channels}, or "
-            f"{2 * channels} with a variance"
-        )
-    if vae is not None and vae.config.latent_channels != channels:
-        raise UserError(
-            f"the vae's latents have {vae.config.latent_channels} channels, but this {name} takes {channels}"
+            f"this {type(model).__name__} has in_channels={channels} and out_channels={out_channels}; out_channels "
+            f"must be {channels}, or {2 * channels} with a variance, and the vae's latents must have {channels} "
+            f"channels, got {latent_channels}"
         )
 
 
 def check_scheduler(scheduler: SchedulerMixin, model: nn.Module):
-    """Check that the scheduler can sample from the output of this model."""
-    name = type(scheduler).__name__
-    needed = ("set_timesteps", "scale_model_input", "step", "init_noise_sigma")
-    if missing := [attribute for attribute in needed if not hasattr(scheduler, attribute)]:
-        raise UserError(f"{name} does not fit: it has no {', '.join(missing)}; use DDIMScheduler, for example")
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    if extra := [p for p in required if p not in ("model_output", "timestep", "sample")]:
-        raise UserError(f"{name} does not fit: each step also needs {', '.join(extra)}")
-    if _has_learned_variance(scheduler):
-        _check_variance(scheduler, model)
-
-
-def _check_variance(scheduler: SchedulerMixin, model: nn.Module):
-    name = f"{type(scheduler).__name__} has variance_type={scheduler.config.variance_type!r}"
+    """Check that the model's output has the variance that the scheduler reads, and no other channels are dropped."""
+    if not _has_learned_variance(scheduler):
+        return
     channels, out_channels = model.config.in_channels, model.config.out_channels
-    if uses_predicted_variance(scheduler) and out_channels != 2 * channels:
-        raise UserError(
-            f"{name}, but this model predicts no variance (in_channels={channels}, out_channels={out_channels}); set "
-            "variance_type='fixed_small' in the scheduler"
+    needs_variance = uses_predicted_variance(scheduler)
+    if out_channels != 2 * channels if needs_variance else channels > 3:
+        problem = (
+            f"but this model predicts no variance ({out_channels=}); set variance_type='fixed_small'"
+            if needs_variance
+            else f"which drops all but 3 channels, but this model has {channels}; set variance_type=None"
         )
-    if not uses_predicted_variance(scheduler) and channels > 3:
-        raise UserError(
-            f"{name}, which drops all but 3 channels, but this model has {channels}; set variance_type=None in the "
-            "scheduler"
-        )
+        name = type(scheduler).__name__
+        raise UserError(f"{name} has variance_type={scheduler.config.variance_type!r}, {problem} in the scheduler")

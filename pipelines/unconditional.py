@@ -6,18 +6,12 @@ import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 
 from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
-from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, check_size
+from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser
 
 
 class ScaleLongUnconditionalPipeline(SamplingPipeline):
     """
-    Pipeline for unconditional image generation.
-
-    Args:
-        unet: a diffusers U-Net or a model of scalelong_diffusers.
-        scheduler: any diffusers scheduler that fits.
-        vae: decodes the model's latents; None for a model of pixels.
-        latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
+    Pipeline for unconditional image generation. See [`SamplingPipeline`] for the arguments.
 
     ```python
     pipe = ScaleLongUnconditionalPipeline(unet, DDIMScheduler())
@@ -53,21 +47,11 @@ class ScaleLongUnconditionalPipeline(SamplingPipeline):
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
         """Generate `batch_size` images. See [`SamplingPipeline`] for the other arguments."""
-        check_size("batch_size", batch_size, 1)
         self.set_guidance(1.0)
-        return self._sample(
-            batch_size,
-            None,
-            num_inference_steps=num_inference_steps,
-            timesteps=timesteps,
-            sigmas=sigmas,
-            eta=eta,
-            generator=generator,
-            latents=latents,
-            height=height,
-            width=width,
-            output_type=output_type,
-            return_dict=return_dict,
-            callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+        self._check_inputs(batch_size, generator, output_type, callback_on_step_end_tensor_inputs)
+        timesteps = self._timesteps(num_inference_steps, timesteps, sigmas)
+        latents = self._initial_latents(batch_size, height, width, generator, latents)
+        latents = self._denoise(
+            latents, None, timesteps, eta, generator, callback_on_step_end, callback_on_step_end_tensor_inputs
         )
+        return self._to_output(latents, output_type, return_dict)

@@ -1,6 +1,7 @@
 """Scale the long skip connections of diffusers' U-Nets and of U-ViT, as in the paper ScaleLong (NeurIPS 2023)."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 # diffusers looks up this name in the library of a pipeline's component to learn how to load the component.
@@ -8,7 +9,6 @@ from diffusers import ModelMixin
 
 from scalelong_diffusers import internals
 from scalelong_diffusers.scaling import SkipScalingConfig
-from scalelong_diffusers.version import __version__
 
 
 if TYPE_CHECKING:
@@ -39,35 +39,33 @@ if TYPE_CHECKING:
     from scalelong_diffusers.pipelines.unconditional import ScaleLongUnconditionalPipeline
     from scalelong_diffusers.presets import get_preset, model_from_preset
 
+__version__ = importlib.metadata.version("scalelong-diffusers")
+
 # Imported on first use, so that a user of one U-Net does not wait for all other models, transformers and datasets.
-_MODULES = {
-    "CardFacts": "hub.model_card",
-    "ScaleLongClassConditionalPipeline": "pipelines.class_conditional",
-    "ScaleLongI2VGenXLUNet": "models.unets",
-    "ScaleLongTextToImagePipeline": "pipelines.text_to_image",
-    "ScaleLongUNet2DConditionModel": "models.unets",
-    "ScaleLongUNet2DModel": "models.unets",
-    "ScaleLongUNet3DConditionModel": "models.unets",
-    "ScaleLongUNetMotionModel": "models.unets",
-    "ScaleLongUNetSpatioTemporalConditionModel": "models.unets",
-    "ScaleLongUnconditionalPipeline": "pipelines.unconditional",
-    "SkipScalingMixin": "models.mixin",
-    "UViTModel": "models.uvit",
-    "UpBlockSkips": "models.skips",
-    "UserError": "errors",
-    "apply_skip_scaling": "patching",
-    "get_preset": "presets",
-    "load_adapter": "hub.adapters",
-    "load_pipeline": "pipelines.loading",
-    "model_from_preset": "presets",
-    "push_adapter": "hub.sharing",
-    "push_to_hub": "hub.sharing",
-    "remove_skip_scaling": "patching",
-    "save_adapter": "hub.adapters",
-    "set_skip_scaling_strength": "patching",
-    "skip_connections": "patching",
-    "write_model_card": "hub.sharing",
+_NAMES = {
+    "errors": ("UserError",),
+    "hub.adapters": ("load_adapter", "save_adapter"),
+    "hub.model_card": ("CardFacts",),
+    "hub.sharing": ("push_adapter", "push_to_hub", "write_model_card"),
+    "models.mixin": ("SkipScalingMixin",),
+    "models.skips": ("UpBlockSkips",),
+    "models.unets": (
+        "ScaleLongI2VGenXLUNet",
+        "ScaleLongUNet2DConditionModel",
+        "ScaleLongUNet2DModel",
+        "ScaleLongUNet3DConditionModel",
+        "ScaleLongUNetMotionModel",
+        "ScaleLongUNetSpatioTemporalConditionModel",
+    ),
+    "models.uvit": ("UViTModel",),
+    "patching": ("apply_skip_scaling", "remove_skip_scaling", "set_skip_scaling_strength", "skip_connections"),
+    "pipelines.class_conditional": ("ScaleLongClassConditionalPipeline",),
+    "pipelines.loading": ("load_pipeline",),
+    "pipelines.text_to_image": ("ScaleLongTextToImagePipeline",),
+    "pipelines.unconditional": ("ScaleLongUnconditionalPipeline",),
+    "presets": ("get_preset", "model_from_preset"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["SkipScalingConfig", "__version__", *_MODULES]
 

@@ -74,27 +74,27 @@ def hub_errors(source: str | os.PathLike, revision: str | None = None) -> Iterat
         yield
     except LocalEntryNotFoundError as error:
         raise HubUnreachable(f"{source} is not a local folder, and the Hub cannot be reached") from error
-    except (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise UserError(_repository_message(error, source, revision)) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        advice = "; your token (`hf auth whoami`) does not allow it" if status in (401, 403) else ""
-        raise UserError(f"the Hub refused the request for {source} with status {status}{advice}") from error
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise UserError(_refusal(error, source, revision)) from error
     except HTTPError as error:
         raise HubUnreachable(f"the Hub cannot be reached for {source}: {error}") from error
 
 
-def _repository_message(error: Exception, source: str | os.PathLike, revision: str | None) -> str:
+def _refusal(error: Exception, source: str | os.PathLike, revision: str | None) -> str:
     if isinstance(error, HFValidationError):
         return f"{source} is neither a local folder nor a Hub repository, whose ids look like user/name"
     if isinstance(error, GatedRepoError):
         return f"{source} is gated: request access on its page on the Hub"
     if isinstance(error, RevisionNotFoundError):
         return f"{source} has no branch, tag or commit {revision!r}"
-    return (
-        f"{source} is neither a local folder nor a Hub repository that you can read; for a private one log in with "
-        "`hf auth login`, or pass token"
-    )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{source} is neither a local folder nor a Hub repository that you can read; for a private one log in "
+            "with `hf auth login`, or pass token"
+        )
+    status = error.response.status_code
+    advice = "; your token (`hf auth whoami`) does not allow it" if status in (401, 403) else ""
+    return f"the Hub refused the request for {source} with status {status}{advice}"
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError, JSONDecodeError, UnpicklingError, EOFError) as error:
         if "ignore_mismatched_sizes" in str(error):  # transformers suggests an option that we do not pass
             raise UserError(f"{source} has a component whose weights do not fit its config.json") from error
-        damage = next(filter(_is_damage, _with_causes(error)), None)
+        damage = _damage(error)
         if damage is None:
             raise
         what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
@@ -119,12 +119,11 @@ def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
         ) from error
 
 
-def _is_damage(error: BaseException) -> bool:
-    is_known = isinstance(error, (SafetensorError, JSONDecodeError, UnpicklingError, EOFError))
-    return is_known or "PytorchStreamReader" in str(error)
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+def _damage(error: BaseException | None) -> BaseException | None:
+    """Return the error about a damaged file among an error and its causes."""
     while error is not None:
-        yield error
+        is_known = isinstance(error, (SafetensorError, JSONDecodeError, UnpicklingError, EOFError))
+        if is_known or "PytorchStreamReader" in str(error):
+            return error
         error = error.__cause__ or error.__context__
+    return None

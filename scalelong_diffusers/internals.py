@@ -14,11 +14,8 @@ from diffusers.configuration_utils import FrozenDict
 def register_library(name: str):
     """Let diffusers load pipeline components whose classes live in the package `name`."""
     # A pipeline on the Hub names the library of each component, and diffusers loads only from libraries on its list.
-    # Without this entry a local pipeline still loads; one from the Hub fails with a message that names the library.
-    try:
-        from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
-    except ImportError:
-        return
+    from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+
     LOADABLE_CLASSES.setdefault(name, {"ModelMixin": ["save_pretrained", "from_pretrained"]})
 
 

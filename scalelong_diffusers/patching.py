@@ -15,7 +15,6 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import is_compiled, write_config_entry
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
-    not_scalable_message,
     plan_skip_scaling,
     scaled_class,
     skip_layout,
@@ -45,7 +44,13 @@ def apply_skip_scaling(
     config = SkipScalingConfig.parse(config)
     models = _scalable_models(model_or_pipeline)
     for model in models:
-        _check_patchable(model)
+        state = None
+        if any(parameter.is_meta for parameter in model.parameters()):
+            state = "the weights of this {} are offloaded (on the meta device): patch before offloading"
+        elif not isinstance(model, SkipScalingMixin) and is_compiled(model):
+            state = "this {} is compiled, and its graph would ignore the scaling: patch before compiling"
+        if state is not None:
+            raise UserError(state.format(type(model).__name__))
     for plan in [plan_skip_scaling(model, config) for model in models]:
         plan.apply()
     _refresh_components(model_or_pipeline, models)
@@ -145,29 +150,26 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
                 f"; its config has the method {model.config['skip_scaling']['method']!r}, which the plain class "
                 f"{type(model).__name__} ignores: load it with {scaled_class(type(model)).__name__}"
             )
-    rows = [_skip_connection(scaler, skip.index, skip.where, skip.width) for skip in skips]
+    rows = []
+    for skip in skips:
+        i, gate = skip.index, scaler.gate(skip.index)
+        factor, gate_name = (scaler.factors[i - 1], None) if gate is None else (None, scaler.gate_names[i - 1])
+        parameters = 0 if gate is None else sum(p.numel() for p in gate.parameters())
+        rows.append(SkipConnection(i, skip.where, skip.width, factor, gate_name, parameters))
     return SkipConnections(rows, scaler.config, sum(p.numel() for p in scaler.parameters()), note)
-
-
-def _skip_connection(scaler: SkipScaler, i: int, where: str, width: int) -> SkipConnection:
-    gate = scaler.gate(i)
-    if gate is None:
-        return SkipConnection(i, where, width, scaler.factors[i - 1], None, 0)
-    parameters = sum(p.numel() for p in gate.parameters())
-    return SkipConnection(i, where, width, None, scaler.gate_names[i - 1], parameters)
 
 
 def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[nn.Module]:
     """Return the model, or the models of a pipeline, whose long skips can be scaled."""
-    if not isinstance(model_or_pipeline, DiffusionPipeline):
-        _check_scalable(model_or_pipeline)
-        return [model_or_pipeline]
-    modules = {n: c for n, c in model_or_pipeline.components.items() if isinstance(c, nn.Module)}
-    distinct = {id(module): module for module in modules.values()}.values()
-    models = [module for module in distinct if _is_scalable(module) or _wrapped_model(module)]
-    if not models:
-        components = ", ".join(f"{name} ({type(module).__name__})" for name, module in modules.items())
-        raise UserError(f"{type(model_or_pipeline).__name__} has no model that can be scaled; it has: {components}")
+    models = [model_or_pipeline]
+    if isinstance(model_or_pipeline, DiffusionPipeline):
+        modules = {n: c for n, c in model_or_pipeline.components.items() if isinstance(c, nn.Module)}
+        distinct = {id(module): module for module in modules.values()}.values()
+        models = [module for module in distinct if any(map(_is_scalable, module.modules()))]
+        if not models:
+            components = ", ".join(f"{component} ({type(module).__name__})" for component, module in modules.items())
+            name = type(model_or_pipeline).__name__
+            raise UserError(f"{name} has no model that can be scaled; it has: {components}")
     for model in models:
         _check_scalable(model)
     return models
@@ -175,40 +177,27 @@ def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[n
 
 def _check_any_scaled(models: list[nn.Module], model_or_pipeline: nn.Module | DiffusionPipeline):
     if not models:
-        name = type(model_or_pipeline).__name__
-        raise UserError(f"this {name} has no skip scaling; apply_skip_scaling adds it")
+        raise UserError(f"this {type(model_or_pipeline).__name__} has no skip scaling; apply_skip_scaling adds it")
 
 
 def _is_scalable(module: nn.Module) -> bool:
     return isinstance(module, SkipScalingMixin) or scaled_class(type(module)) is not None
 
 
-def _wrapped_model(module: nn.Module) -> nn.Module | None:
-    return next((inner for inner in module.modules() if inner is not module and _is_scalable(inner)), None)
-
-
 def _check_scalable(model: nn.Module):
-    if not isinstance(model, nn.Module):
-        raise UserError(f"expected a model or a pipeline, got {model!r}")
+    name, advice = type(model).__name__, None
     if _is_scalable(model):
         return
-    name = type(model).__name__
-    if inner := _wrapped_model(model):
-        raise UserError(f"{name} wraps a {type(inner).__name__}: patch before wrapping")
-    if base := next(filter(None, map(scaled_class, type(model).__mro__)), None):
-        raise UserError(
+    if inner := next(filter(_is_scalable, model.modules()), None):
+        advice = f"{name} wraps a {type(inner).__name__}: patch before wrapping"
+    elif base := next(filter(None, map(scaled_class, type(model).__mro__)), None):
+        advice = (
             f"{name} has no scaled class; define `class ScaleLong{name}(SkipScalingMixin, {name})` with "
             f"`skip_layout = {base.__name__}.skip_layout`"
         )
-    raise UserError(not_scalable_message(name))
-
-
-def _check_patchable(model: nn.Module):
-    name = type(model).__name__
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"the weights of this {name} are offloaded (on the meta device): patch before offloading")
-    if not isinstance(model, SkipScalingMixin) and is_compiled(model):
-        raise UserError(f"this {name} is compiled, and its graph would ignore the scaling: patch before compiling")
+    if advice is not None:
+        raise UserError(advice)
+    skip_layout(model)  # rejects a class without long skips
 
 
 def _refresh_components(model_or_pipeline: nn.Module | DiffusionPipeline, models: list[nn.Module]):

@@ -22,22 +22,9 @@ class Preset:
     """
     One experiment.
 
-    Args:
-        model_class: the class of the model.
-        config: what the model is built with.
-        parameters: number of parameters without gates.
-        num_skips: number of long skips.
-        task: the kind of model, which says which training script it is for.
-        data: the dataset.
-        is_latent: whether the model is trained on latents of Stable Diffusion's autoencoder instead of pixels.
-        training: a partly filled training config, by flag. `--preset` fills in the others' defaults.
-        noise: how the data was noised, in words.
-        scheduler: the config of a diffusers scheduler with this noise.
-        text_encoder: the encoder of the captions.
-        null_class: the class that means "no class".
-        sampler: how the images of the published FID were sampled.
-        num_inference_steps: number of sampling steps.
-        fid_reference: what the published FID was computed against.
+    `parameters` counts the model without gates. `is_latent` models work on latents of Stable Diffusion's autoencoder.
+    `training` is a partly filled training config, by flag, and `scheduler` the config of a diffusers scheduler with
+    the `noise` that is described in words.
     """
 
     name: str
@@ -69,12 +56,7 @@ _SIZES = {
     "H": {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16},
 }
 _LINEAR_BETAS = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
-_STABLE_DIFFUSION_BETAS = {
-    "num_train_timesteps": 1000,
-    "beta_schedule": "scaled_linear",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-}
+_STABLE_DIFFUSION_BETAS = {**_LINEAR_BETAS, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 # The noise of the data, by the times that the network is shown.
 _NOISE = {
     "continuous": {"noise": "VP-SDE, beta 0.1 to 20, t ~ U(0, 1)", "scheduler": _LINEAR_BETAS},
@@ -91,17 +73,9 @@ _AUTOENCODER_FACTOR = 8
 
 
 def _uvit(
-    name: str,
-    size: str,
-    sample_size: int,
-    patch_size: int,
-    timesteps: str,
-    betas: tuple[float, float],
-    is_latent: bool = False,
-    condition: dict[str, Any] | None = None,
-    training: dict[str, Any] | None = None,
-    **fields,
-) -> Preset:
+    name: str, size: str, sample_size: int, patch_size: int, timesteps: str, betas: tuple[float, float],
+    *, training: dict[str, Any], condition: dict[str, Any] | None = None, is_latent: bool = False, **fields,
+) -> Preset:  # fmt: skip
     """Return a row of U-ViT's tables; `condition` are fields of the model's config."""
     config = {
         "sample_size": sample_size,
@@ -118,18 +92,12 @@ def _uvit(
         "adam_beta1": betas[0],
         "adam_beta2": betas[1],
         **_UVIT_TRAINING,
-        **(training or {}),
+        **training,
     }
+    num_skips = config["num_layers"] // 2
     return Preset(
-        name,
-        UViTModel,
-        config=config,
-        num_skips=config["num_layers"] // 2,
-        is_latent=is_latent,
-        training=training,
-        **_NOISE[timesteps],
-        **fields,
-    )
+        name, UViTModel, config, num_skips=num_skips, is_latent=is_latent, training=training, **_NOISE[timesteps], **fields
+    )  # fmt: skip
 
 
 def _imagenet64(name: str, size: str, parameters: int) -> Preset:
@@ -206,79 +174,44 @@ _ROWS = [
     _mscoco("mscoco-uvit-s-2", "S", parameters=44_692_644),
     _mscoco("mscoco-uvit-s-2-deep", "S-deep", parameters=58_345_636),
     Preset(
-        "cifar10-unet",
-        ScaleLongUNet2DModel,
+        "cifar10-unet", ScaleLongUNet2DModel,
         config={
-            "sample_size": 32,
-            "layers_per_block": 2,
-            "block_out_channels": (128, 256, 256, 256),
+            "sample_size": 32, "layers_per_block": 2, "block_out_channels": (128, 256, 256, 256),
             "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
             "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-            "attention_head_dim": None,
-            "dropout": 0.1,
-            "norm_eps": 1e-6,
-            "flip_sin_to_cos": False,
-            "freq_shift": 1,
+            "attention_head_dim": None, "dropout": 0.1, "norm_eps": 1e-6, "flip_sin_to_cos": False, "freq_shift": 1,
             "downsample_padding": 0,
         },
-        parameters=35_746_307,
-        num_skips=12,
-        task="unconditional",
-        data="CIFAR-10",
+        parameters=35_746_307, num_skips=12, task="unconditional", data="CIFAR-10",
         training={
-            "resolution": 32,
-            "center_crop": True,
-            "ddpm_beta_schedule": "linear",
-            "learning_rate": 2e-4,
+            "resolution": 32, "center_crop": True, "ddpm_beta_schedule": "linear", "learning_rate": 2e-4,
             "adam_weight_decay": 0.0,  # Adam
-            "lr_warmup_steps": 5_000,
-            "max_grad_norm": 1.0,
-            "total_batch_size": 128,
-            "max_train_steps": 800_000,
+            "lr_warmup_steps": 5_000, "max_grad_norm": 1.0, "total_batch_size": 128, "max_train_steps": 800_000,
         },
-        noise="betas 1e-4 to 0.02, linear",
-        scheduler=_LINEAR_BETAS,
+        noise="betas 1e-4 to 0.02, linear", scheduler=_LINEAR_BETAS,
     ),
     # The papers give only the sizes of the next two. These configs come closest.
     Preset(
-        "imagenet64-unet",
-        ScaleLongUNet2DModel,
+        "imagenet64-unet", ScaleLongUNet2DModel,
         config={
-            "sample_size": 64,
-            "layers_per_block": 2,
-            "block_out_channels": (160, 320, 480, 640),
+            "sample_size": 64, "layers_per_block": 2, "block_out_channels": (160, 320, 480, 640),
             "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
             "up_block_types": ("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
-            "attention_head_dim": 32,
-            "resnet_time_scale_shift": "scale_shift",
-            "attn_norm_num_groups": 32,
-            "num_class_embeds": 1000,
-            "norm_eps": 1e-5,
+            "attention_head_dim": 32, "resnet_time_scale_shift": "scale_shift", "attn_norm_num_groups": 32,
+            "num_class_embeds": 1000, "norm_eps": 1e-5,
         },
-        parameters=144_395_363,
-        num_skips=12,
-        task="class-conditional",
-        data="ImageNet, 64 x 64",
+        parameters=144_395_363, num_skips=12, task="class-conditional", data="ImageNet, 64 x 64",
         training={"resolution": 64, "center_crop": True, "max_grad_norm": 0.0, "class_dropout": 0.0},
     ),
     Preset(
-        "mscoco-unet",
-        ScaleLongUNet2DConditionModel,
+        "mscoco-unet", ScaleLongUNet2DConditionModel,
         config={
-            "sample_size": 32,
-            "in_channels": 4,
-            "layers_per_block": 2,
-            "block_out_channels": (128, 256, 384),
+            "sample_size": 32, "in_channels": 4, "layers_per_block": 2, "block_out_channels": (128, 256, 384),
             "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-            "cross_attention_dim": 768,
-            "attention_head_dim": 8,
+            "cross_attention_dim": 768, "attention_head_dim": 8,
         },
-        parameters=52_708_356,
-        num_skips=9,
-        task="text-to-image",
-        data="MS-COCO, 256 x 256",
-        is_latent=True,
+        parameters=52_708_356, num_skips=9, task="text-to-image", data="MS-COCO, 256 x 256", is_latent=True,
         training={"resolution": 256, "center_crop": True, "max_grad_norm": 0.0},
     ),
 ]  # fmt: skip

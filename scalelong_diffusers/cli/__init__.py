@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HTTPError
 
+from scalelong_diffusers import __version__
 from scalelong_diffusers.cli import convert, evaluate, inspect, kappa, presets, sample
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.evaluation.images import SHAPES
 from scalelong_diffusers.evaluation.metrics import INCEPTION
 from scalelong_diffusers.options import ArgumentParser, as_flags
-from scalelong_diffusers.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,14 +6,14 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import ModelCard
 
-from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import required_conditions, unwrap_model
@@ -79,15 +79,7 @@ class CardFacts:
     @classmethod
     def parse(cls, facts: "CardFacts | Mapping[str, Any] | None") -> "CardFacts":
         """Return the facts of a `CardFacts`, of a dict of its fields, or of None."""
-        if facts is None or isinstance(facts, cls):
-            return facts or cls()
-        accepted = [field.name for field in fields(cls)]
-        if unknown := [name for name in facts if name not in accepted]:
-            raise UserError(
-                f"unknown card field {unknown[0]!r}{did_you_mean(unknown[0], accepted)}; accepted: "
-                f"{', '.join(accepted)}"
-            )
-        return cls(**facts)
+        return facts if isinstance(facts, cls) else cls(**(facts or {}))
 
 
 def make_card(
@@ -105,7 +97,9 @@ def make_card(
         load_options: the keywords that `from_pretrained` needs to load the pushed files.
     """
     name = type(model_or_pipeline).__name__
-    source = ", ".join([_literal(repo_id), *(f"{k}={_literal(value)}" for k, value in (load_options or {}).items())])
+    source = ", ".join(
+        [json.dumps(repo_id), *(f"{k}={json.dumps(value)}" for k, value in (load_options or {}).items())]
+    )
     variable = "pipe" if isinstance(model_or_pipeline, DiffusionPipeline) else "model"
     imports = [f"from {_library(model_or_pipeline)} import {name}"]
     if _library(model_or_pipeline) != "scalelong_diffusers":
@@ -128,8 +122,8 @@ def make_adapter_card(
         f"from {_library(pipe)} import {name}",
         "from scalelong_diffusers import load_adapter",
         "",
-        f"pipe = {name}.from_pretrained({_literal(base_model)})",
-        f"load_adapter(pipe, {_literal(repo_id)}" + (f", revision={_literal(revision)})" if revision else ")"),
+        f"pipe = {name}.from_pretrained({json.dumps(base_model)})",
+        f"load_adapter(pipe, {json.dumps(repo_id)}" + (f", revision={json.dumps(revision)})" if revision else ")"),
     ]
     intro = (
         f"An adapter for [{base_model}](https://huggingface.co/{base_model}): the scaling of its long skip "
@@ -152,7 +146,11 @@ def _build_card(
     task, argument = _task_and_argument(model_or_pipeline)
     if isinstance(model_or_pipeline, DiffusionPipeline) and argument is not None:
         snippet = [*snippet, f"image = pipe({argument}).images[0]", 'image.save("image.png")']
-    card = _parse_card(previous, repo_id) if previous else ModelCard("---\n{}\n---\n")
+    try:
+        card = ModelCard(previous or "---\n{}\n---\n")
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the metadata of the README.md of {repo_id} cannot be read: {reason}") from error
     card.data.library_name = "diffusers"
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
     card.data.pipeline_tag = card.data.pipeline_tag or task
@@ -160,25 +158,21 @@ def _build_card(
     if facts.base_model is not None:
         card.data.base_model, card.data.base_model_relation = facts.base_model, "finetune"
     picture = [] if facts.samples is None else [f"![samples]({SAMPLES})", ""]
-    lines = [f"# {repo_id.split('/')[-1]}", "", *picture, *intro, INSTALL, "", "```python", *snippet, "```", ""]
-    generated = "\n".join([START, *lines, *_sections(model_or_pipeline, facts), END])
-    card.text = _replace_generated(card.text, generated)
+    skips = skip_connections(_model_of(model_or_pipeline))
+    lines = [
+        *(START, f"# {repo_id.split('/')[-1]}", "", *picture, *intro, INSTALL, "", "```python", *snippet, "```", ""),
+        *("## Skip scaling", "", _describe_scaling(skips.config), "", "```text", str(skips), "```", ""),
+        *_class_section(model_or_pipeline),
+        *_table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})}),
+        *_table("Results", facts.metrics or {}),
+        END,
+    ]
+    generated = "\n".join(lines)
+    if _GENERATED.search(card.text):
+        card.text = _GENERATED.sub(lambda _: generated, card.text, count=1)
+    else:
+        card.text = f"{card.text.rstrip()}\n\n{generated}\n".lstrip()
     return card
-
-
-def _replace_generated(text: str, generated: str) -> str:
-    """Replace the part between the marks, or append it if a mark is missing."""
-    if _GENERATED.search(text):
-        return _GENERATED.sub(lambda _: generated, text, count=1)
-    return f"{text.rstrip()}\n\n{generated}\n".lstrip()
-
-
-def _parse_card(text: str, repo_id: str) -> ModelCard:
-    try:
-        return ModelCard(text)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the metadata of the README.md of {repo_id} cannot be read: {reason}") from error
 
 
 def _task_and_argument(model_or_pipeline: ModelMixin | DiffusionPipeline) -> tuple[str | None, str | None]:
@@ -200,16 +194,6 @@ def _model_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> ModelMixin:
     return unwrap_model(model_or_pipeline.unet if is_pipeline else model_or_pipeline)
 
 
-def _sections(model_or_pipeline: ModelMixin | DiffusionPipeline, facts: CardFacts) -> list[str]:
-    skips = skip_connections(_model_of(model_or_pipeline))
-    return [
-        *("## Skip scaling", "", _describe_scaling(skips.config), "", "```text", str(skips), "```", ""),
-        *_class_section(model_or_pipeline),
-        *_table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})}),
-        *_table("Results", facts.metrics or {}),
-    ]
-
-
 def _describe_scaling(scaling: SkipScalingConfig) -> str:
     sentence = _SCALINGS["reversed cs" if scaling.reverse else scaling.method].format(kappa=scaling.kappa)
     if scaling.strength in (None, 1.0):
@@ -229,10 +213,6 @@ def _class_section(model_or_pipeline: ModelMixin | DiffusionPipeline) -> list[st
 
 def _library(model_or_pipeline: ModelMixin | DiffusionPipeline) -> str:
     return type(model_or_pipeline).__module__.split(".")[0]
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> list[str]:

@@ -55,12 +55,12 @@ def push_to_hub(
         repo_id,
         lambda folder: model_or_pipeline.save_pretrained(folder, **save_options),
         write_card,
-        commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
-        private=private,
-        token=token,
-        create_pr=create_pr,
+        private,
+        token,
         revision=revision,
-        subfolder=subfolder,
+        commit_message=commit_message or f"Upload {type(model_or_pipeline).__name__}",
+        create_pr=create_pr,
+        path_in_repo=subfolder,
     )
 
 
@@ -88,7 +88,13 @@ def push_adapter(
     ```
     """
     card = CardFacts.parse(card)
-    base_model = _repository_of(pipe) if base_model is None else base_model
+    source = pipe.config.get("_name_or_path")
+    if base_model is None and (source is None or os.path.exists(source)):
+        raise UserError(
+            "give base_model, the repository of the base model on the Hub: this pipeline was loaded from "
+            f"{source or 'no repository'}"
+        )
+    base_model = base_model or source
 
     def write_card(folder: str, repo_id: str, previous: str | None):
         _write_card(make_adapter_card(pipe, base_model, repo_id, card, previous, revision), card, folder)
@@ -97,11 +103,11 @@ def push_adapter(
         repo_id,
         lambda folder: save_adapter(pipe, folder),
         write_card,
-        commit_message=commit_message or f"Upload an adapter for {base_model}",
-        private=private,
-        token=token,
-        create_pr=create_pr,
+        private,
+        token,
         revision=revision,
+        commit_message=commit_message or f"Upload an adapter for {base_model}",
+        create_pr=create_pr,
     )
 
 
@@ -109,17 +115,12 @@ def _push(
     repo_id: str,
     save: Callable[[str], None],
     write_card: Callable[[str, str, str | None], None],
-    *,
-    commit_message: str,
     private: bool | None,
     token: str | None,
-    create_pr: bool,
     revision: str | None,
-    subfolder: str | None = None,
+    **upload_options,
 ) -> str:
     """Upload the files that `save` and `write_card(folder, repo_id, previous)` write into a folder."""
-    if create_pr and revision is not None:
-        raise UserError(f"a pull request is opened against main: give create_pr or revision={revision!r}, not both")
     api = HfApi(token=token)
     with hub_errors(repo_id, revision), tempfile.TemporaryDirectory() as folder:
         # Everything that can fail locally comes before the repository is created, including a first card.
@@ -129,16 +130,7 @@ def _push(
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         write_card(folder, repo_id, _card_on_hub(repo_id, token, revision))
-        return str(
-            api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                path_in_repo=subfolder,
-                commit_message=commit_message,
-                create_pr=create_pr,
-                revision=revision,
-            )
-        )
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, **upload_options))
 
 
 def write_model_card(
@@ -168,13 +160,3 @@ def _write_card(card: ModelCard, facts: CardFacts, folder: str | os.PathLike):
     card.save(os.path.join(folder, "README.md"))
     if facts.samples is not None:
         facts.samples.save(os.path.join(folder, SAMPLES))
-
-
-def _repository_of(pipe: DiffusionPipeline) -> str:
-    source = pipe.config.get("_name_or_path")
-    if source is None or os.path.exists(source):
-        raise UserError(
-            "give base_model, the repository of the base model on the Hub: this pipeline was loaded from "
-            f"{source or 'no repository'}"
-        )
-    return source

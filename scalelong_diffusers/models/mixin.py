@@ -12,12 +12,26 @@ from diffusers import ModelMixin
 import scalelong_diffusers
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.internals import write_config_entry
-from scalelong_diffusers.models.hub_mixin import HubMixin
 from scalelong_diffusers.models.skips import LongSkip, SkipLayout
 from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
 
 
 _SCALED_CLASSES: dict[type, type] = {}
+
+
+class HubMixin:
+    """Lets a diffusers model or pipeline push a model card that describes its skip scaling."""
+
+    # `scalelong_diffusers.hub` depends on models and pipelines, so it is looked up through the package.
+
+    def push_to_hub(self, repo_id: str, *args, **options) -> str:
+        """Push to the Hub. See [`scalelong_diffusers.push_to_hub`] for the options."""
+        return scalelong_diffusers.push_to_hub(self, repo_id, *args, **options)
+
+    def _upload_folder(self, working_dir, repo_id, token=None, **options):
+        # diffusers' `save_pretrained(push_to_hub=True)` calls this after it wrote its own card.
+        scalelong_diffusers.write_model_card(self, working_dir, repo_id, token=token)
+        return super()._upload_folder(working_dir, repo_id, token=token, **options)
 
 
 class SkipScalingMixin(HubMixin):
@@ -45,8 +59,6 @@ class SkipScalingMixin(HubMixin):
         patterns = cls._skip_layerwise_casting_patterns or ()
         cls._skip_layerwise_casting_patterns = [*(p for p in patterns if p != "skip_scaler"), "skip_scaler"]
         if SkipScalingMixin in cls.__bases__:
-            if not hasattr(cls, "skip_layout"):
-                raise TypeError(f"{cls.__name__} needs a skip_layout, for example an UpBlockSkips")
             cls._plain_class = cls
             if "__init__" not in cls.__dict__:
                 cls._plain_class = next(base for base in cls.__bases__ if issubclass(base, ModelMixin))
@@ -60,38 +72,52 @@ class SkipScalingMixin(HubMixin):
     def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
         if isinstance(config, (str, os.PathLike)):
             config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
-        # diffusers ignores unknown keywords: a misspelt `skip_scaling` would build a plain model.
         accepted = inspect.signature(cls.__init__).parameters
-        for name in kwargs:
-            if name not in accepted and not return_unused_kwargs:
-                raise UserError(f"{cls.__name__} has no argument {name!r}{did_you_mean(name, accepted)}")
+        unknown = [name for name in kwargs if name not in accepted]
+        if unknown and not return_unused_kwargs:  # diffusers would ignore it
+            raise UserError(f"{cls.__name__} has no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}")
         return super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         source = pretrained_model_name_or_path
         stored = SkipScalingConfig.parse(cls.load_config(source, **kwargs).get("skip_scaling", "none"))
-        if "skip_scaling" in kwargs:
-            _check_same_gates(stored, SkipScalingConfig.parse(kwargs["skip_scaling"]), source)
+        wanted = SkipScalingConfig.parse(kwargs.get("skip_scaling", stored))
+        # Other gates can have the same keys and compute another function.
+        have_gates = stored.has_gates and wanted.has_gates
+        if have_gates and not wanted.resolve(1, gate_axis=stored.gate_axis).equals_except_strength(stored):
+            raise UserError(
+                f"{source} has the gates of {stored}, got {wanted}: load it without skip_scaling, and pass the model "
+                "to apply_skip_scaling to replace its gates"
+            )
         output_loading_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
-        _check_no_missing_weights(model, info["missing_keys"], stored, source)
+        # diffusers only warns of missing weights. A checkpoint without gates may lack all of them.
+        missing = set(info["missing_keys"])
+        gates = {f"skip_scaler.{name}" for name, _ in model.skip_scaler.named_parameters()}
+        if gates <= missing and not stored.has_gates:
+            missing -= gates
+        if missing:
+            raise UserError(
+                f"{source} lacks {len(missing)} weights of this {cls.__name__} with {model.skip_scaler.config}, for "
+                f"example {min(missing)}; it was saved from another model"
+            )
         return (model, info) if output_loading_info else model
 
     @classmethod
     def from_single_file(cls, *args, **kwargs):
-        plain = plain_class(cls).__name__
-        raise UserError(
-            f"{cls.__name__} cannot be loaded from a single file: load it with {plain}.from_single_file and pass the "
-            "model to apply_skip_scaling"
+        plain = cls._plain_class
+        advice = (
+            "`scalelong convert` turns the .pth of a U-ViT into a folder"
+            if issubclass(plain, SkipScalingMixin)
+            else f"load it with {plain.__name__}.from_single_file and pass the model to apply_skip_scaling"
         )
+        raise UserError(f"{cls.__name__} cannot be loaded from a single file: {advice}")
 
     @classmethod
     def from_preset(cls, name: str, **overrides):
         """
-        Build the model of one of the paper's experiments with new weights. `overrides` replace entries of its config.
-
-        `scalelong presets` lists the presets.
+        Build the untrained model of a preset, which `scalelong presets` lists. `overrides` replace config entries.
         """
         preset = scalelong_diffusers.get_preset(name)
         if not issubclass(cls, preset.model_class):
@@ -114,11 +140,6 @@ class SkipScalingMixin(HubMixin):
         SkipScalingPlan(self, skips, scaler).apply()
 
 
-def plain_class(model_class: type[SkipScalingMixin]) -> type:
-    """Return the class that a scaled class is made from. A [`UViTModel`] is its own plain class."""
-    return model_class._plain_class
-
-
 def scaled_class(model_class: type) -> type[SkipScalingMixin] | None:
     """Return the scaled class for a plain class, or None."""
     return _SCALED_CLASSES.get(model_class)
@@ -131,8 +152,13 @@ def scaled_class_by_name(name: str) -> type[SkipScalingMixin] | None:
 
 def skip_layout(model: ModelMixin) -> SkipLayout:
     """Return the layout of a scaled model, or of a plain one that can be scaled."""
-    model_class = type(model)
-    return (model_class if issubclass(model_class, SkipScalingMixin) else scaled_class(model_class)).skip_layout
+    model_class = type(model) if isinstance(model, SkipScalingMixin) else scaled_class(type(model))
+    if model_class is None:
+        accepted = ", ".join(plain.__name__ for plain in _SCALED_CLASSES)
+        raise UserError(
+            f"{type(model).__name__} has no long skips that this package knows; models that can be scaled: {accepted}"
+        )
+    return model_class.skip_layout
 
 
 def resolve_skip_scaling(model: ModelMixin, config: SkipScalingConfig) -> SkipScalingConfig:
@@ -187,20 +213,14 @@ def unscale(model: ModelMixin):
     """Turn a scaled model into its plain class, and remove the entry from its config."""
     if not isinstance(model, SkipScalingMixin):  # a plain class keeps the entry after loading a scaled folder
         write_config_entry(model, "skip_scaling", None)
-    elif issubclass(plain_class(type(model)), SkipScalingMixin):
+    elif issubclass(model._plain_class, SkipScalingMixin):  # for example a UViTModel
         plan_skip_scaling(model, SkipScalingConfig("none")).apply()
     else:
         for handle in model._skip_hooks:
             handle.remove()
         del model._skip_hooks, model.skip_scaler
-        model.__class__ = plain_class(type(model))
+        model.__class__ = model._plain_class
         write_config_entry(model, "skip_scaling", None)
-
-
-def not_scalable_message(class_name: str) -> str:
-    """Return the message for a model class without a scaled class."""
-    accepted = ", ".join(plain.__name__ for plain in _SCALED_CLASSES)
-    return f"{class_name} has no long skips that this package knows; models that can be scaled: {accepted}"
 
 
 def _init_with_skip_scaling(plain: type):
@@ -231,29 +251,3 @@ def _init_parameters(model_class: type) -> list[inspect.Parameter]:
         if all(p.kind is not p.VAR_KEYWORD for p in own.values()):
             break
     return list(parameters.values())
-
-
-def _check_same_gates(stored: SkipScalingConfig, wanted: SkipScalingConfig, source: Any):
-    """Check that gates are not loaded as another function, which could have the same keys."""
-    if not (stored.has_gates and wanted.has_gates):
-        return
-    if not wanted.resolve(num_skips=1, gate_axis=stored.gate_axis).equals_except_strength(stored):
-        raise UserError(
-            f"{source} has the gates of {stored}, got {wanted}: load it without skip_scaling, and pass the model to "
-            "apply_skip_scaling to replace its gates"
-        )
-
-
-def _check_no_missing_weights(
-    model: SkipScalingMixin, missing_keys: list[str], stored: SkipScalingConfig, source: Any
-):
-    """Check that a checkpoint has all weights: diffusers only warns. A plain checkpoint may lack all of the gates."""
-    missing = set(missing_keys)
-    gates = {f"skip_scaler.{name}" for name, _ in model.skip_scaler.named_parameters()}
-    if gates <= missing and not stored.has_gates:
-        missing -= gates
-    if missing:
-        raise UserError(
-            f"{source} lacks {len(missing)} weights of this {type(model).__name__} with {model.skip_scaler.config}, "
-            f"for example {min(missing)}; it was saved from another model"
-        )

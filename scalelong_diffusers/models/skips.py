@@ -29,15 +29,12 @@ class SkipLayout:
     """
     How a model class handles its long skips: the base of [`UpBlockSkips`] and [`OutBlockSkips`].
 
-    A subclass implements `find`, and `add_hooks` unless the model's own forward calls its `skip_scaler`.
+    A subclass implements `find(model)`, which returns the [`LongSkip`]s from i = 1, the outermost. It also implements
+    `add_hooks`, unless the model's own forward calls its `skip_scaler`.
     """
 
     # The dimension of a skip for each accepted `gate_axis`. The paper's choice comes first.
     gate_dims: Mapping[str, int] = {"channels": 1}
-
-    def find(self, model: nn.Module) -> list[LongSkip]:
-        """Return the long skips of a model from i = 1, the outermost."""
-        raise NotImplementedError
 
     def add_hooks(self, model: nn.Module, scaler: SkipScaler, skips: list[LongSkip]) -> list[RemovableHandle]:
         """Register the hooks that scale the skips, and return their handles."""
@@ -54,7 +51,6 @@ class SkipLayout:
         return config
 
     def build_scaler(self, config: SkipScalingConfig, skips: list[LongSkip], device=None, dtype=None) -> SkipScaler:
-        """Build a scaler for these skips."""
         config = self.resolve(config, skips)
         axis = config.gate_axis or next(iter(self.gate_dims))
         sizes = [skip.tokens if axis == "tokens" else skip.width for skip in skips]

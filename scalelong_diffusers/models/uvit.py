@@ -1,8 +1,6 @@
 """`UViTModel`: U-ViT, the transformer with long skips that the paper trains, as a diffusers model."""
 
-import math
-import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,9 +13,9 @@ from diffusers.models.unets.unet_2d import UNet2DOutput
 from torch import nn
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.skips import OutBlockSkips
-from scalelong_diffusers.models.uvit_block import UViTBlock, is_traced
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -89,20 +87,14 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
-        _check_sizes(
-            patch_size=patch_size,
-            in_channels=in_channels,
-            out_channels=out_channels,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_attention_heads=num_attention_heads,
-            num_class_embeds=num_class_embeds,
-            cross_attention_dim=cross_attention_dim,
-            context_length=context_length,
-        )
-        _check_architecture(num_layers, hidden_size, num_attention_heads, mlp_ratio, block_scale)
+        if num_layers % 2 or num_attention_heads < 1 or hidden_size % num_attention_heads:
+            raise UserError(
+                f"num_layers must be even and hidden_size a multiple of num_attention_heads, got {num_layers=}, "
+                f"{hidden_size=} and {num_attention_heads=}"
+            )
         out_channels = in_channels if out_channels is None else out_channels
-        self.grid = _patch_grid(*_height_and_width(sample_size), patch_size)
+        height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
+        self.grid = _patch_grid(height, width, patch_size)
         self.context_length = context_length if cross_attention_dim else 0
         self.num_extra_tokens = 1 + bool(num_class_embeds) + self.context_length
 
@@ -136,12 +128,6 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    @classmethod
-    def from_single_file(cls, *args, **kwargs):
-        raise UserError(
-            "UViTModel cannot be loaded from a single file: `scalelong convert` turns a .pth into a folder"
-        )
-
     def forward(
         self,
         sample: torch.Tensor,
@@ -152,18 +138,20 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         return_dict: bool = True,
     ) -> UNet2DOutput | tuple[torch.Tensor]:
         """
+        Predict the noise of `sample`, `(batch, channels, height, width)`, at one timestep or one for each image.
+
         Args:
-            sample: the noisy images, `(batch, channels, height, width)`.
-            timestep: one number for all images, or a tensor with one or one per image.
             encoder_hidden_states: the text, `(batch, up to context_length, cross_attention_dim)`.
-            class_labels: the classes, `(batch,)`. They are checked on a CPU only: elsewhere the check would make every
-                call wait for the device.
             encoder_attention_mask: `(batch, length of the text)`, 1 for text. Padding is masked as well. Without a
                 mask all tokens are attended to, as in the published models.
-            return_dict: return a `UNet2DOutput` instead of a tuple.
         """
-        grid = self._checked_grid(sample)
-        self._check_conditions(sample.shape[0], encoder_hidden_states, class_labels, encoder_attention_mask)
+        grid = _patch_grid(*sample.shape[-2:], self.config.patch_size)
+        if grid != self.grid and self.skip_scaler.config.gate_axis == "tokens":
+            raise UserError(
+                f"gates with gate_axis='tokens' need samples with {self.grid} patches, got {grid}; "
+                "gate_axis='channels' takes any size"
+            )
+        self._check_conditions(encoder_hidden_states, class_labels, encoder_attention_mask)
 
         hidden_states = self._embed(sample, timestep, encoder_hidden_states, class_labels) + self._positions(grid)
         mask = self._attention_mask(encoder_attention_mask, num_patches=grid[0] * grid[1])
@@ -241,91 +229,27 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         pixels = patches.unflatten(2, (side, side, -1)).unflatten(1, grid)
         return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
-    def _checked_grid(self, sample: torch.Tensor) -> tuple[int, int]:
-        """Return the number of patches along the height and width."""
-        if sample.ndim != 4 or sample.shape[1] != self.config.in_channels:
-            raise UserError(
-                f"sample must be (batch, in_channels={self.config.in_channels}, height, width), got "
-                f"{tuple(sample.shape)}"
-            )
-        grid = _patch_grid(*sample.shape[2:], self.config.patch_size)
-        if grid != self.grid and self.skip_scaler.config.gate_axis == "tokens":
-            height, width = (n * self.config.patch_size for n in self.grid)
-            raise UserError(
-                f"sample must be {height} x {width} for gates with gate_axis='tokens', got {sample.shape[2]} x "
-                f"{sample.shape[3]}; gate_axis='channels' takes any size"
-            )
-        return grid
-
-    def _check_conditions(
-        self,
-        batch_size: int,
-        text: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        mask: torch.Tensor | None,
-    ):
-        config = self.config
+    def _check_conditions(self, text: torch.Tensor | None, labels: torch.Tensor | None, mask: torch.Tensor | None):
+        """Reject conditions that the model would ignore or cut."""
         for name, value, entry in (
             ("class_labels", labels, "num_class_embeds"),
             ("encoder_hidden_states", text, "cross_attention_dim"),
         ):
-            if (value is None) != (config[entry] is None):
+            if (value is None) != (self.config[entry] is None):
                 accepted = "must be None" if value is not None else "is required"
-                raise UserError(f"{name} {accepted}: this model has {entry}={config[entry]}")
-        if labels is not None:
-            _check_labels(labels, batch_size, config.num_class_embeds)
-        if text is not None:
-            length, width = config.context_length, config.cross_attention_dim
-            if text.ndim != 3 or text.shape[::2] != (batch_size, width) or text.shape[1] > length:
-                raise UserError(
-                    f"encoder_hidden_states must be ({batch_size}, up to context_length={length}, "
-                    f"cross_attention_dim={width}), got {tuple(text.shape)}"
-                )
-        if mask is not None and (text is None or mask.shape != text.shape[:2]):
-            accepted = "None for a model without text" if text is None else tuple(text.shape[:2])
-            raise UserError(f"encoder_attention_mask must be {accepted}, got {tuple(mask.shape)}")
-
-
-def _check_sizes(**sizes: int | None):
-    for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"{name} must be an integer, at least 1, got {value!r}")
-
-
-def _height_and_width(sample_size: int | tuple[int, int]) -> tuple[int, int]:
-    sizes = [sample_size] * 2 if isinstance(sample_size, int) else sample_size
-    is_pair = isinstance(sizes, (tuple, list)) and len(sizes) == 2
-    if not is_pair or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise UserError(f"sample_size must be an integer, at least 1, or (height, width), got {sample_size!r}")
-    return tuple(sizes)
-
-
-def _check_architecture(
-    num_layers: int, hidden_size: int, num_attention_heads: int, mlp_ratio: float, block_scale: Any
-):
-    if num_layers % 2:
-        even = sorted({max(num_layers - 1, 2), num_layers + 1})
-        raise UserError(
-            f"num_layers must be even, one decoder block per encoder block, got {num_layers}; use "
-            f"{' or '.join(map(str, even))}"
-        )
-    if hidden_size % num_attention_heads:
-        raise UserError(
-            f"hidden_size must be divisible by num_attention_heads={num_attention_heads}, got {hidden_size}"
-        )
-    if not _is_number(mlp_ratio) or round(hidden_size * mlp_ratio) < 1:
-        raise UserError(f"mlp_ratio must be a number that gives the MLP a width of at least 1, got {mlp_ratio!r}")
-    if block_scale != "rezero" and not _is_number(block_scale):
-        raise UserError(f"block_scale must be a number or 'rezero', got {block_scale!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+                raise UserError(f"{name} {accepted}: this model has {entry}={self.config[entry]}")
+        length = 0 if text is None else text.shape[1]
+        if length > self.context_length or (mask is not None and mask.shape[1] != length):
+            raise UserError(
+                f"encoder_hidden_states must have at most context_length={self.context_length} tokens, got {length}, "
+                f"and encoder_attention_mask as many, got {None if mask is None else mask.shape[1]}"
+            )
 
 
 def _patch_grid(height: int, width: int, patch_size: int) -> tuple[int, int]:
+    """Return the number of patches along the height and width."""
     for name, size in (("height", height), ("width", width)):
-        if size % patch_size:
+        if size < patch_size or size % patch_size:
             below, above = size // patch_size * patch_size, (size // patch_size + 1) * patch_size
             raise UserError(
                 f"images of {height} x {width} cannot be cut into patches of patch_size={patch_size}; the nearest "
@@ -334,13 +258,122 @@ def _patch_grid(height: int, width: int, patch_size: int) -> tuple[int, int]:
     return height // patch_size, width // patch_size
 
 
-def _check_labels(labels: torch.Tensor, batch_size: int, num_classes: int):
-    if labels.shape != (batch_size,) or labels.dtype not in (torch.int32, torch.int64):
-        raise UserError(
-            f"class_labels must be {batch_size} integers (int32 or int64), one per sample, got {labels.dtype} of "
-            f"shape {tuple(labels.shape)}"
+class UViTBlock(nn.Module):
+    """A transformer block. Blocks of the decoder also take a skip."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        mlp_size: int,
+        block_scale: float | Literal["rezero"],
+        has_skip: bool,
+    ):
+        super().__init__()
+        # A linear layer on two concatenated tensors equals the sum of two linear layers, which need no copy.
+        self.hidden_proj = nn.Linear(hidden_size, hidden_size) if has_skip else None
+        self.skip_proj = nn.Linear(hidden_size, hidden_size, bias=False) if has_skip else None
+        self.norm1 = nn.LayerNorm(hidden_size)
+        self.attn = UViTAttention(hidden_size, num_attention_heads)
+        self.norm2 = nn.LayerNorm(hidden_size)
+        self.mlp = UViTMLP(hidden_size, mlp_size)
+        self.attn_residual = Residual(block_scale)
+        self.mlp_residual = Residual(block_scale)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+        factor: torch.Tensor | float = 1.0,
+    ) -> torch.Tensor:
+        if skip is not None:
+            hidden_states = self._add_skip(hidden_states, skip, factor)
+        hidden_states = self.attn_residual(hidden_states, self.attn(self.norm1(hidden_states), attention_mask))
+        return self.mlp_residual(hidden_states, self.mlp(self.norm2(hidden_states)))
+
+    def _add_skip(self, hidden_states: torch.Tensor, skip: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+        hidden_states = self.hidden_proj(hidden_states)
+        if isinstance(factor, torch.Tensor):
+            skip = in_compute_dtype(skip)
+            return hidden_states + linear_of(self.skip_proj, torch.mul, skip, factor.to(skip.dtype))
+        # The addition applies a constant factor at no cost.
+        return torch.add(hidden_states, self.skip_proj(skip), alpha=factor)
+
+
+class UViTAttention(nn.Module):
+    """Self-attention. The names of the layers are diffusers' own, which LoRA looks for."""
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.to_k = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.to_v = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.to_out = nn.ModuleList([nn.Linear(hidden_size, hidden_size)])
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        hidden_states = in_compute_dtype(hidden_states)  # one cast instead of three
+        query, key, value = (
+            project(hidden_states).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.to_q, self.to_k, self.to_v)
         )
-    if labels.device.type != "cpu" or is_traced(labels):
-        return  # reading the values would wait for the device or break the graph
-    if out_of_range := [label for label in labels.tolist() if not 0 <= label < num_classes]:
-        raise UserError(f"class_labels must be in 0..{num_classes - 1} (num_class_embeds), got {out_of_range}")
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        return self.to_out[0](attended.transpose(1, 2).flatten(2))
+
+
+class UViTMLP(nn.Module):
+    def __init__(self, hidden_size: int, mlp_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, mlp_size)
+        self.fc2 = nn.Linear(mlp_size, hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.fc2(F.gelu(self.fc1(hidden_states)))  # frees each intermediate result early
+        return linear_of(self.fc2, F.gelu, self.fc1(hidden_states))
+
+
+class Residual(nn.Module):
+    """x + t f(x). The paper's models have t = 1; Table 3 compares other values."""
+
+    def __init__(self, scale: float | Literal["rezero"]):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1)) if scale == "rezero" else scale
+
+    def forward(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.scale, torch.Tensor):
+            return hidden_states + self.scale.to(branch.dtype) * branch
+        return torch.add(hidden_states, branch, alpha=self.scale)
+
+
+def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """
+    Return `linear(function(*inputs))` for an elementwise function, which the backward pass computes again.
+
+    In the MLP this saves a quarter of a block's activations. It does nothing if activation checkpointing is on, which
+    recomputes the block anyway.
+    """
+    value = function(*inputs)
+    # Python cannot look at the memory of tensors in compilers, torch.func and tensor subclasses such as fake tensors.
+    is_traced = torch.compiler.is_compiling() or has_functorch_transform() or type(value) is not torch.Tensor
+    if not value.requires_grad or is_traced or has_saved_tensors_hooks():
+        return linear(value)
+    place = value.data_ptr(), value.numel()
+
+    def pack(saved: torch.Tensor):
+        is_value = (saved.data_ptr(), saved.numel()) == place
+        return (saved.shape, saved.stride()) if is_value else saved
+
+    def unpack(packed):
+        return function(*inputs).as_strided(*packed) if isinstance(packed, tuple) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return linear(value)
+
+
+def in_compute_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast a tensor as autocast does for a linear layer."""
+    device = tensor.device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return tensor.to(torch.get_autocast_dtype(device)) if is_cast and tensor.dtype != torch.float64 else tensor

@@ -95,8 +95,14 @@ class SkipScalingConfig:
 
     def __post_init__(self):
         check_options(self)
-        self._check_used()
-        for name in self._used_fields():
+        used = self._used_fields()
+        if unused := [name for name in _DEFAULTS if getattr(self, name) is not None and name not in used]:
+            name = unused[0]
+            user = f"gate {self.gate!r}" if name in METHODS[self.method] else f"method {self.method!r}"
+            raise UserError(
+                f"{name}={getattr(self, name)!r} is not used by {user}; its fields: {', '.join(used) or 'none'}"
+            )
+        for name in used:
             value = _DEFAULTS[name] if getattr(self, name) is None else getattr(self, name)
             if name in ("kappa", "strength") and value != "auto":
                 value = float(value)
@@ -104,15 +110,6 @@ class SkipScalingConfig:
 
     def _used_fields(self) -> tuple[str, ...]:
         return tuple(name for name in METHODS[self.method] if name not in _UNUSED_BY_GATE.get(self.gate, ()))
-
-    def _check_used(self):
-        used = self._used_fields()
-        for name in _DEFAULTS:
-            if getattr(self, name) is not None and name not in used:
-                user = f"gate {self.gate!r}" if name in METHODS[self.method] else f"method {self.method!r}"
-                raise UserError(
-                    f"{name}={getattr(self, name)!r} is not used by {user}; its fields: {', '.join(used) or 'none'}"
-                )
 
     def resolve(self, num_skips: int, gate_axis: str) -> "SkipScalingConfig":
         """Return the config for a model with `num_skips` skips. Every `"auto"` is replaced by its value."""
@@ -141,9 +138,16 @@ class SkipScalingConfig:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> "SkipScalingConfig":
         """Return the config of an entry that [`to_dict`] wrote, or of a part of its fields."""
-        version = entry.get("version", FORMAT_VERSION)
+        fields = {"method": None, **entry}
+        version = fields.pop("version", FORMAT_VERSION)
         try:
-            return cls(**_known_fields(entry))
+            accepted = ("method", *_DEFAULTS)
+            if unknown := [name for name in fields if name not in accepted]:
+                raise UserError(
+                    f"unknown skip_scaling field {unknown[0]!r}{did_you_mean(unknown[0], accepted)}; accepted: "
+                    f"{', '.join(accepted)}"
+                )
+            return cls(**fields)
         except UserError as error:
             if version == FORMAT_VERSION:
                 raise
@@ -155,39 +159,18 @@ class SkipScalingConfig:
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> "SkipScalingConfig | None":
         """Return the config of values by flag, as `vars(parser.parse_args())` has them, or None without a method."""
-        if values.get("skip_scaling") is not None:
-            return build_config(cls, values)
-        for flag, _, _ in options_of(cls):
-            if values.get(flag) is not None:
-                raise UserError(f"{flag} needs skip_scaling; accepted: {', '.join(METHODS)}")
-        return None
+        given = [flag for flag, _, _ in options_of(cls) if values.get(flag) is not None]
+        if given and "skip_scaling" not in given:
+            raise UserError(f"{given[0]} needs skip_scaling; accepted: {', '.join(METHODS)}")
+        return build_config(cls, values) if given else None
 
     @classmethod
     def parse(cls, value: "SkipScalingConfig | Mapping[str, Any] | str") -> "SkipScalingConfig":
         """Return the config for anything that is accepted as one: a config, a dict of its fields, or a method."""
         if isinstance(value, cls):
             return value
-        if isinstance(value, Mapping):
-            return cls.from_dict(value)
-        if isinstance(value, str):
-            return cls(value)
-        raise UserError(
-            f"skip_scaling must be a SkipScalingConfig, a dict or a method ({', '.join(METHODS)}), got {value!r}"
-        )
+        return cls.from_dict(value) if isinstance(value, Mapping) else cls(value)
 
     def __repr__(self):
         fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("method", *self._used_fields()))
         return f"SkipScalingConfig({fields})"
-
-
-def _known_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = ("method", *_DEFAULTS)
-    if "method" not in entry:
-        raise UserError(f"skip_scaling {dict(entry)!r} has no method; accepted: {', '.join(METHODS)}")
-    fields = {name: value for name, value in entry.items() if name != "version"}
-    for name in fields:
-        if name not in accepted:
-            raise UserError(
-                f"unknown skip_scaling field {name!r}{did_you_mean(name, accepted)}; accepted: {', '.join(accepted)}"
-            )
-    return fields

@@ -67,33 +67,22 @@ def build_tokenizer(captions: Iterable[str], context_length: int = 32, vocab_siz
     Args:
         captions: the texts of a dataset.
         context_length: maximum number of tokens, including start and end; longer texts are cut.
-        vocab_size: maximum number of different tokens.
+        vocab_size: maximum number of different tokens, besides the letters that spell any text.
     """
-    smallest = 2 * len(_LETTERS) + 2
-    if vocab_size < smallest:
-        raise UserError(f"vocab_size must be at least {smallest} to spell any text, got {vocab_size!r}")
-    if context_length < 3:
-        raise UserError(f"context_length must be at least 3 (start, one token, end), got {context_length!r}")
-    merges = _learn_merges(_count_words(captions), vocab_size - 2)
+    # CLIP's tokenizer splits words in lower case, with one printable letter for each byte.
+    clip = CLIPTokenizer().backend_tokenizer
+    words = Counter()
+    for caption in captions:
+        normalized = clip.normalizer.normalize_str(caption)
+        words.update(word for word, _ in clip.pre_tokenizer.pre_tokenize_str(normalized))
+    if not words:
+        raise UserError("the captions contain no word to build a tokenizer from")
+    merges = _learn_merges(words, vocab_size - 2)
     # The same order as in the published CLIP: letters, letters that end a word, merges, start, end.
     letters = [*_LETTERS, *(letter + END_OF_WORD for letter in _LETTERS)]
     tokens = dict.fromkeys([*letters, *map("".join, merges), START, END])
     vocab = {token: number for number, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=context_length)
-
-
-def _count_words(captions: Iterable[str]) -> Counter[str]:
-    """Count the words as CLIP's tokenizer splits them: in lower case, with one printable letter for each byte."""
-    clip = CLIPTokenizer().backend_tokenizer
-    words = Counter()
-    for row, caption in enumerate(captions):
-        if not isinstance(caption, str):
-            raise UserError(f"captions[{row}] must be text, got {caption!r}")
-        normalized = clip.normalizer.normalize_str(caption)
-        words.update(word for word, _ in clip.pre_tokenizer.pre_tokenize_str(normalized))
-    if not words:
-        raise UserError("the captions contain no word to build a tokenizer from")
-    return words
 
 
 def _learn_merges(words: Counter[str], num_tokens: int) -> list[tuple[str, str]]:

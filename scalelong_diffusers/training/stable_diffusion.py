@@ -11,7 +11,6 @@ from diffusers import (
     DiffusionPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
-    UNet2DConditionModel,
 )
 from diffusers.loaders import TextualInversionLoaderMixin
 from torch import nn
@@ -20,7 +19,7 @@ from transformers import CLIPTokenizer
 from scalelong_diffusers.download import damaged_file_errors
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.compatibility import required_conditions
-from scalelong_diffusers.pipelines.loading import check_components, pipeline_index
+from scalelong_diffusers.pipelines.loading import pipeline_index
 from scalelong_diffusers.pipelines.text_encoding import check_tokenizer, text_embedding_width, tokenize
 
 
@@ -46,10 +45,7 @@ def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusi
     The options are those of `DiffusionPipeline.from_pretrained`.
     """
     # The class is checked before gigabytes of another model are downloaded.
-    class_name = pipeline_index(source, options)["_class_name"]
-    if class_name not in [known.__name__ for known in StableDiffusion.__args__]:
-        raise UserError(_wrong_class_message(source, class_name))
-    check_components(DiffusionPipeline, source, options)
+    _check_class(source, pipeline_index(source, options)["_class_name"])
     with damaged_file_errors(source):
         pipe = DiffusionPipeline.from_pretrained(source, **options)
     check_stable_diffusion(pipe)
@@ -57,27 +53,42 @@ def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusi
     return pipe
 
 
+def _check_class(source: str | os.PathLike, class_name: str | list[str]):
+    name = class_name if isinstance(class_name, str) else class_name[-1]  # a pipeline with its own code has a list
+    known = [pipeline_class.__name__ for pipeline_class in StableDiffusion.__args__]
+    if name not in known:
+        raise UserError(f"{source} is a {name}; only {' or '.join(known)} can be fine-tuned")
+
+
 def check_stable_diffusion(pipe: DiffusionPipeline):
-    """Check that a pipeline can be fine-tuned as Stable Diffusion."""
-    if not isinstance(pipe, StableDiffusion):
-        raise UserError(_wrong_class_message("this pipeline", type(pipe).__name__))
+    """Check that a pipeline can be fine-tuned as Stable Diffusion, with the inputs that `encode_tokens` returns."""
+    _check_class("this pipeline", type(pipe).__name__)
     is_xl = isinstance(pipe, StableDiffusionXLPipeline)
-    needed = ["unet", "vae", "text_encoder", "tokenizer", *(["text_encoder_2", "tokenizer_2"] if is_xl else [])]
-    if missing := [name for name in needed if getattr(pipe, name) is None]:
+    models = {"unet": pipe.unet, "vae": pipe.vae, "text_encoder": pipe.text_encoder, "tokenizer": pipe.tokenizer}
+    if is_xl:
+        models |= {"text_encoder_2": pipe.text_encoder_2, "tokenizer_2": pipe.tokenizer_2}
+    if missing := [name for name, model in models.items() if model is None]:
         raise UserError(f"this {type(pipe).__name__} has no {missing[0]}, which fine-tuning needs")
-    _check_unet(pipe.unet, is_xl)
-    channels, latent_channels = pipe.unet.config.in_channels, pipe.vae.config.latent_channels
-    if channels != latent_channels:
+    unet, encoders = pipe.unet, text_encoders(pipe)
+    conditions = required_conditions(unet)
+    expected = {"encoder_hidden_states"} | ({"added_cond_kwargs"} if is_xl else set())
+    channels, latent_channels = unet.config.in_channels, pipe.vae.config.latent_channels
+    widths = [encoder.config.hidden_size for encoder in encoders]
+    problem = None
+    if set(conditions) != expected or (is_xl and unet.config.addition_embed_type != "text_time"):
+        takes = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
+        kind = "with addition_embed_type='text_time' " if is_xl else ""
+        problem = f"must take {' and '.join(sorted(expected))} {kind}but takes {takes}"
+    elif channels != latent_channels:
         kind = " (an inpainting model also takes a mask and the masked image)" if channels == 9 else ""
-        raise UserError(f"the unet takes {channels} channels{kind}, but the vae's latents have {latent_channels}")
-    for encoder, tokenizer in zip(text_encoders(pipe), tokenizers(pipe)):
+        problem = f"takes {channels} channels{kind}, but the vae's latents have {latent_channels}"
+    elif sum(widths) != text_embedding_width(unet):
+        width = text_embedding_width(unet)
+        problem = f"takes text of width {width}, but the text encoders have {' + '.join(map(str, widths))}"
+    if problem:
+        raise UserError(f"the unet of this {type(pipe).__name__}, a {type(unet).__name__}, {problem}")
+    for encoder, tokenizer in zip(encoders, tokenizers(pipe)):
         check_tokenizer(tokenizer, encoder)
-    widths = [encoder.config.hidden_size for encoder in text_encoders(pipe)]
-    if sum(widths) != text_embedding_width(pipe.unet):
-        raise UserError(
-            f"the hidden states of the text encoders have width {' + '.join(map(str, widths))}, but this "
-            f"{type(pipe.unet).__name__} takes {text_embedding_width(pipe.unet)}"
-        )
 
 
 def freeze_all_but_unet(pipe: StableDiffusion):
@@ -167,35 +178,10 @@ def encode_tokens(
 def training_schedule(pipe: StableDiffusion) -> DDPMScheduler:
     """Return the noise schedule and prediction type that the model was trained with."""
     name, config = type(pipe.scheduler).__name__, pipe.scheduler.config
-    if "beta_schedule" not in config:
-        raise UserError(f"{name} has no betas, which training a Stable Diffusion needs; set another pipe.scheduler")
     prediction_type = config.get("prediction_type", "epsilon")
-    if prediction_type not in _PREDICTION_TYPES:
-        accepted = ", ".join(_PREDICTION_TYPES)
-        raise UserError(f"prediction_type of {name} must be one of {accepted}, got {prediction_type!r}")
+    if "beta_schedule" not in config or prediction_type not in _PREDICTION_TYPES:
+        raise UserError(
+            f"{name} cannot train a Stable Diffusion, which needs betas and a prediction_type of "
+            f"{', '.join(_PREDICTION_TYPES)}, got {prediction_type!r}; set another pipe.scheduler"
+        )
     return DDPMScheduler(**{entry: config[entry] for entry in _SCHEDULE if entry in config})
-
-
-def _wrong_class_message(what: str | os.PathLike, class_name: str | list[str]) -> str:
-    # A pipeline with its own code has a list of module and class.
-    name = class_name if isinstance(class_name, str) else class_name[-1]
-    accepted = " or ".join(known.__name__ for known in StableDiffusion.__args__)
-    return f"{what} is a {name}; only {accepted} can be fine-tuned"
-
-
-def _check_unet(unet: nn.Module, is_xl: bool):
-    """Check that the U-Net takes exactly what `encode_tokens` returns."""
-    if not isinstance(unet, UNet2DConditionModel):
-        raise UserError(f"the unet of a Stable Diffusion must be a UNet2DConditionModel, got {type(unet).__name__}")
-    conditions = required_conditions(unet)
-    expected = {"encoder_hidden_states"} | ({"added_cond_kwargs"} if is_xl else set())
-    if set(conditions) != expected:
-        takes = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
-        raise UserError(
-            f"the unet of {'an SDXL' if is_xl else 'a Stable Diffusion'} must take {' and '.join(sorted(expected))}; "
-            f"this {type(unet).__name__} takes {takes}"
-        )
-    if is_xl and unet.config.addition_embed_type != "text_time":
-        raise UserError(
-            f"the unet of an SDXL must have addition_embed_type='text_time', got {unet.config.addition_embed_type!r}"
-        )

@@ -18,7 +18,6 @@ from scalelong_diffusers import (
     remove_skip_scaling,
     save_adapter,
 )
-from scalelong_diffusers.hub import adapters
 from scalelong_diffusers.training.fine_tuning import prepare_for_fine_tuning
 
 
@@ -175,13 +174,13 @@ class TestFiles:
         save_adapter(fine_tuned(), tmp_path / "one")
         pipe = load_adapter(build_kind("sd1"), tmp_path / "one", adapter_name="first")
         pipe.load_lora_weights(tmp_path / "one", adapter_name="second")
-        with pytest.raises(UserError, match=r"adapter_name must be one of first, second, got None"):
+        with pytest.raises(UserError, match=r"has the LoRAs \['first', 'second'\]; give the name of one, got None"):
             save_adapter(pipe, tmp_path / "two")
         save_adapter(pipe, tmp_path / "two", adapter_name="second")
         assert torch.equal(draw(load_adapter(build_kind("sd1"), tmp_path / "two")), draw(fine_tuned()))
 
     def test_rejects_a_name_without_a_lora(self, build_kind, tmp_path):
-        with pytest.raises(UserError, match="adapter_name must be None, because there is no LoRA, got 'first'"):
+        with pytest.raises(UserError, match=r"has the LoRAs \[\]; give the name of one, got 'first'"):
             save_adapter(apply_skip_scaling(build_kind("sd1"), "cs"), tmp_path, adapter_name="first")
 
     def test_rejects_a_model_without_scaling(self, build_kind, tmp_path):
@@ -204,36 +203,39 @@ class TestAFailedLoadChangesNothing:
         "same scaling": lambda pipe: (apply_skip_scaling(pipe, LS), learn(pipe))[0],
     }
     FAULTS = {
-        "missing gates": (lambda folder: (folder / GATES).unlink(), "is incomplete: its skip_scaling.json has gates"),
+        "missing gates": (
+            lambda folder: (folder / GATES).unlink(),
+            "width_16.excite.bias is missing there and .16,. here",
+        ),
         "one gate missing": (
             lambda folder: rewrite(folder / GATES, lambda gates: dict(sorted(gates.items())[1:])),
             "width_16.excite.bias is missing there and .16,. here",
         ),
         "gates of another shape": (
             lambda folder: rewrite(folder / GATES, lambda gates: {name: torch.ones(3, 3) for name in gates}),
-            r"the gates of .* do not fit this .*excite.bias is \(3, 3\) there and \(16,\) here",
+            r"does not fit this .*excite.bias is \(3, 3\) there and \(16,\) here",
         ),
         "an unknown layer": (
             lambda folder: rewrite(folder / LORA, lambda lora: {n.replace("attn1", "x"): w for n, w in lora.items()}),
-            r"the LoRA of .* adapts .*\.x\.to_., which this .* does not have",
+            r"its LoRA adapts .*\.x\.to_., which the model does not have",
         ),
         "a layer of another width": (
             lambda folder: rewrite(folder / LORA, lambda lora: {name: torch.ones(2, 2) for name in lora}),
-            r"the LoRA of .* adapts .* of width 2, but in this .* its width is (16|32)",
+            "size mismatch",
         ),
         "damaged gates": (
             lambda folder: (folder / GATES).write_bytes(b"12345678123"),
-            "is damaged or incompletely downloaded",
+            "the weights in .* are damaged or incompletely downloaded",
         ),
         "a damaged LoRA": (
             lambda folder: (folder / LORA).write_bytes(b"12345678123"),
-            "is damaged or incompletely downloaded",
+            "the weights in .* are damaged or incompletely downloaded",
         ),
         "a LoRA that only peft rejects": (
             lambda folder: save_file(
                 load_file(folder / LORA), folder / LORA, {"lora_adapter_metadata": '{"unet.r": 2, "unet.bogus": 1}'}
             ),
-            "was written by another version of peft than the installed one: .*'bogus'",
+            "`LoraConfig` class could not be instantiated",
         ),
         "a LoRA that fails in the middle": (
             lambda folder: rewrite(
@@ -248,11 +250,16 @@ class TestAFailedLoadChangesNothing:
         ),
         "another JSON": (
             lambda folder: (folder / SCALING).write_text("{}"),
-            "has no entry skip_scaling; save the adapter again",
+            "it has no skip_scaling.json with an entry skip_scaling",
         ),
     }
 
-    LATE = ("a LoRA that only peft rejects", "a LoRA that fails in the middle")  # after the pipeline was changed
+    # After the pipeline was changed, and by the error of another library.
+    LATE = {
+        "a LoRA that only peft rejects": TypeError,
+        "a LoRA that fails in the middle": RuntimeError,
+        "a layer of another width": RuntimeError,
+    }
 
     @pytest.mark.parametrize("base", BASES)
     def test_for_every_base_and_fault(self, build_kind, fine_tuned, snapshot, base, tmp_path):
@@ -262,8 +269,7 @@ class TestAFailedLoadChangesNothing:
         for number, (fault, (damage, message)) in enumerate(self.FAULTS.items()):
             folder = shutil.copytree(tmp_path / "intact", tmp_path / str(number))
             damage(folder)
-            error = RuntimeError if fault == "a LoRA that fails in the middle" else ValueError
-            with pytest.raises(error, match=f"(?s){message}"):
+            with pytest.raises(self.LATE.get(fault, UserError), match=f"(?s){message}"):
                 load_adapter(pipe, folder)
             if fault in self.LATE:
                 assert_same(snapshot(pipe), before)
@@ -275,7 +281,7 @@ class TestAFailedLoadChangesNothing:
         save_adapter(fine_tuned(), tmp_path)
         pipe = load_adapter(build_kind("sd1"), tmp_path, adapter_name="mine")
         before = snapshot(pipe)
-        with pytest.raises(UserError, match="adapter_name='mine' is the name of another LoRA"):
+        with pytest.raises(ValueError, match="Adapter name mine already in use"):
             load_adapter(pipe, tmp_path, adapter_name="mine")
         self.FAULTS["a LoRA that fails in the middle"][0](tmp_path)
         with pytest.raises(RuntimeError):
@@ -289,13 +295,13 @@ class TestWrongBase:
         save_adapter(fine_tuned(), tmp_path)
         pipe = build_kind("sd1")
         pipe.unet = sd.build(block_out_channels=(24, 48))
-        with pytest.raises(UserError, match=r"gates of .* do not fit .*width_16.* is \(16,\) there and missing here"):
+        with pytest.raises(UserError, match=r"does not fit this .*width_16.* is \(16,\) there and missing here"):
             load_adapter(pipe, tmp_path)
 
     def test_rejects_another_architecture(self, build_kind, fine_tuned, tmp_path):
         save_adapter(fine_tuned("sdxl", "cs"), tmp_path)
         with pytest.raises(
-            UserError, match=r"the LoRA of .* adapts .*load it into the base model that it was trained on"
+            UserError, match=r"its base model must be another: its LoRA adapts .*, which the model does not have"
         ):
             load_adapter(build_kind("sd1"), tmp_path)
 
@@ -304,7 +310,7 @@ class TestWrongBase:
         pipe = build_kind("sd1")
         blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
         pipe.unet = sd.build(**blocks, mid_block_type=None)
-        with pytest.raises(UserError, match=r"adapts down_blocks.*, which this UNet2DConditionModel does not have"):
+        with pytest.raises(UserError, match=r"adapts down_blocks.*, which the model does not have"):
             load_adapter(pipe, tmp_path)
 
     def test_rejects_another_scaling(self, build_kind, fine_tuned, snapshot, tmp_path):
@@ -319,25 +325,16 @@ class TestWrongBase:
 class TestNotAnAdapter:
     def test_rejects_an_empty_folder(self, build_kind, tmp_path):
         with pytest.raises(
-            UserError, match=r"is not an adapter: it has no skip_scaling.json, which save_adapter writes"
+            UserError, match=r"is not an adapter: it has no skip_scaling.json with an entry .* save_adapter writes"
         ):
             load_adapter(build_kind("sd1"), tmp_path)
 
     def test_rejects_a_lora_without_scaling(self, build_kind, fine_tuned, tmp_path):
         save_adapter(fine_tuned(), tmp_path)
         (tmp_path / SCALING).unlink()
-        with pytest.raises(UserError, match=r"is a LoRA without skip scaling: load it with pipe.load_lora_weights"):
+        with pytest.raises(UserError, match=r"load a LoRA without skip scaling with pipe.load_lora_weights"):
             load_adapter(build_kind("sd1"), tmp_path)
 
     def test_needs_the_hub_for_an_id(self, build_kind):
         with pytest.raises(UserError, match="some/adapter is not a local folder, and the Hub cannot be reached"):
             load_adapter(build_kind("sd1"), "some/adapter")
-
-
-def test_says_that_lora_needs_peft(build_kind, fine_tuned, monkeypatch, tmp_path):
-    save_adapter(fine_tuned(), tmp_path)
-    monkeypatch.setattr(adapters, "is_peft_available", lambda: False)
-    pipe = build_kind("sd1")
-    with pytest.raises(UserError, match="LoRA needs the package peft: pip install peft"):
-        load_adapter(pipe, tmp_path)
-    assert type(pipe.unet).__name__ == "UNet2DConditionModel"

@@ -33,44 +33,31 @@ def pipes(build, quiet, tiny_clip):
 
 GENERATOR = torch.Generator()
 CALLS = [
-    ("classes", ["hrse"], {}, "unknown class 'hrse' (did you mean 'horse'?); accepted: cat, dog,"),
-    ("plain classes", ["cat"], {}, "class 'cat' is a name, but this pipeline has no class_names; give its number"),
-    ("classes", [7], {}, "class 7 is unknown; accepted: 0..3 (or 4, no class), or a name"),
-    ("plain classes", [-1], {}, "class -1 is unknown; accepted: 0..4, or a name"),
+    ("classes", ["hrse"], {}, "class 'hrse' is unknown (did you mean 'horse'?); accepted: 0..3 (or 4, no class), or"),
+    ("plain classes", ["cat"], {}, "class 'cat' is unknown; accepted: 0..4"),
+    ("classes", [7], {}, "class 7 is unknown; accepted: 0..3 (or 4, no class), or the names cat, dog, bird, horse"),
+    ("plain classes", [-1], {}, "class -1 is unknown; accepted: 0..4"),
     ("classes", [1.5], {}, "class 1.5 is unknown; accepted: 0..3"),
-    ("classes", [True], {}, "class True is unknown; accepted: 0..3"),
-    ("classes", [[]], {}, "class_labels is empty; give at least one class"),
-    ("text", [3], {}, "prompt must be a list of at least one text, got 3"),
-    ("text", [["a", None]], {}, "prompt[1] must be text, got None"),
-    ("text", [[]], {}, "prompt must be a list of at least one text, got []"),
     ("text", [], {}, "give either prompt or prompt_embeds"),
     ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "give either prompt or prompt_embeds, not both"),
-    ("embeds", ["a"], {}, "this pipeline has no text_encoder and tokenizer to encode a prompt; give prompt_embeds"),
-    ("text", [], {"prompt_embeds": torch.zeros(1, 12, 8)}, "must have shape (prompts, tokens, 16), got (1, 12, 8)"),
-    ("text", [["a", "b", "c"]], {"negative_prompt": ["a", "b"]}, "got (2, 12, 16) for prompts of (3, 12, 16)"),
-    ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be a number of at least 0 (1: no guidance), got -1"),
-    ("classes", [0], {"guidance_scale": "4"}, "guidance_scale must be a number of at least 0"),
-    ("classes", [0], {"guidance_scale": float("nan")}, "guidance_scale must be a number of at least 0"),
-    ("classes", [0], {"guidance_rescale": 1.5}, "guidance_rescale must be a number in [0, 1], got 1.5"),
+    ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; give prompt_embeds"),
+    ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale"),
+    ("classes", [0], {"guidance_scale": float("nan")}, "got nan and 0.0"),
+    ("classes", [0], {"guidance_rescale": 1.5}, "guidance_rescale in [0, 1], got 1.0 and 1.5"),
     ("plain classes", [0], {"guidance_scale": 4}, "guidance_scale=4 needs a null class, but this pipeline has none"),
-    ("nothing", [], {"height": 15}, "whose images are multiples of 2 pixels; the nearest: 14 or 16"),
-    ("nothing", [], {"width": 1}, "width=1 does not fit this model, whose images are multiples of 2 pixels; the near"),
-    ("text", ["a"], {"width": 9}, "width=9 does not fit this model, whose images are multiples of 2"),
-    ("nothing", [], {"height": 8.0}, "height must be an integer of at least 1, got 8.0"),
-    ("classes", [[0, 1]], {"generator": [GENERATOR]}, "or a list with one for each of the 2 images; got ["),
+    ("nothing", [], {"height": 15}, "height must be a positive multiple of 2, got 15; the nearest: 14 or 16"),
+    ("nothing", [], {"width": 1}, "width must be a positive multiple of 2, got 1; the nearest: 2"),
+    ("text", ["a"], {"width": 9}, "width must be a positive multiple of 2, got 9"),
+    ("classes", [[0, 1]], {"generator": [GENERATOR]}, "or a list with one for each of the 2 images"),
     ("text", ["a"], {"generator": [GENERATOR] * 3, "num_images_per_prompt": 2}, "one for each of the 2 images"),
-    ("nothing", [], {"generator": 0}, "generator must be a torch.Generator, or a list with one for each"),
-    ("nothing", [], {"generator": [None]}, "generator must be a torch.Generator, or a list with one for each"),
     ("nothing", [2], {"latents": torch.zeros(1, 3, 8, 8)}, "latents must have shape (2, 3, 8, 8), got (1"),
     ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must have shape (1,"),
-    ("nothing", [0], {}, "batch_size must be an integer of at least 1, got 0"),
-    ("text", ["a"], {"num_images_per_prompt": 0}, "num_images_per_prompt must be an integer of at least 1"),
+    ("nothing", [0], {}, "batch_size must be a positive multiple of 1, got 0"),
+    ("text", ["a"], {"num_images_per_prompt": 0}, "batch_size must be a positive multiple of 1, got 0"),
     ("embeds", [], {"prompt_embeds": torch.zeros(1, 12, 16)}, "give negative_prompt_embeds, or guidance_scale=1"),
-    ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be an integer of at least 1,"),
-    ("nothing", [], {"timesteps": [1], "sigmas": [1.0]}, "give either timesteps or sigmas, not both"),
-    ("nothing", [], {"timesteps": [1]}, "DDIMScheduler takes no custom timesteps; give num_inference_steps"),
-    ("nothing", [], {"output_type": "jpg"}, "output_type must be one of pil, np, pt, latent, got 'jpg'"),
-    ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among latents, prompt_embeds; got '"),
+    ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be a positive multiple of 1, got 0"),
+    ("nothing", [], {"output_type": "jpg"}, "output_type must be one of ('pil', 'np', 'pt', 'latent'), got 'jpg'"),
+    ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among ['latents', 'prompt_embeds']"),
 ]  # fmt: skip
 
 
@@ -83,42 +70,29 @@ def test_rejects_wrong_arguments_of_a_call(pipes):
 
 
 class TestSchedulers:
-    MESSAGES = {
-        "RePaintScheduler": ({}, "RePaintScheduler does not fit: each step also needs original_image, mask"),
-        "VQDiffusionScheduler": (
-            {"num_vec_classes": 4},
-            "VQDiffusionScheduler does not fit: it has no scale_model_input",
-        ),
-        "ScoreSdeVeScheduler": ({}, "ScoreSdeVeScheduler does not fit: it has no step; use DDIMScheduler, for exampl"),
-        "FlowMatchEulerDiscreteScheduler": (
-            {},
-            "FlowMatchEulerDiscreteScheduler does not fit: it has no scale_model_inp",
-        ),
-        "DDPMScheduler": (
-            {"variance_type": "learned"},
-            "variance_type='learned', but this model predicts no variance",
-        ),
-    }
-
-    @pytest.mark.parametrize("name", MESSAGES)
-    def test_rejects_one_that_does_not_fit(self, pipes, name):
-        config, message = self.MESSAGES[name]
-        scheduler = getattr(diffusers, name)(**config)
-        with pytest.raises(UserError, match=message):
+    def test_rejects_a_variance_that_the_model_does_not_predict(self, pipes):
+        scheduler = DDPMScheduler(variance_type="learned")
+        with pytest.raises(UserError, match="variance_type='learned', but this model predicts no variance"):
             ScaleLongUnconditionalPipeline(pipes["nothing"].unet, scheduler)
         pipes["nothing"].scheduler = scheduler
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="variance_type='learned', but this model predicts no variance"):
             pipes["nothing"]()
+
+    def test_fails_with_schedulers_for_other_models(self, pipes):
+        for name, config, message in (
+            ("RePaintScheduler", {}, "missing 2 required positional arguments: 'original_image' and 'mask'"),
+            ("VQDiffusionScheduler", {"num_vec_classes": 4}, "no attribute 'init_noise_sigma'"),
+            ("FlowMatchEulerDiscreteScheduler", {}, "no attribute 'init_noise_sigma'"),
+        ):
+            pipes["nothing"].scheduler = getattr(diffusers, name)(**config)
+            with pytest.raises((AttributeError, TypeError), match=message):
+                pipes["nothing"]()
 
     def test_rejects_one_that_would_cut_latents_to_three_channels(self, build):
         unet = build("UNet2DModel", "nothing", in_channels=4, out_channels=8)
         scheduler = diffusers.DPMSolverMultistepScheduler(variance_type="learned_range")
         with pytest.raises(UserError, match=r"drops all but 3 channels, but this model has 4"):
             ScaleLongUnconditionalPipeline(unet, scheduler)
-
-    def test_rejects_a_name(self, pipes):
-        with pytest.raises(UserError, match=r"str does not fit: it has no set_timesteps"):
-            ScaleLongUnconditionalPipeline(pipes["nothing"].unet, "ddim")
 
 
 class TestComponents:
@@ -145,11 +119,6 @@ class TestComponents:
         ):
             ScaleLongTextToImagePipeline(unet, DDIMScheduler())
 
-    def test_rejects_other_modules(self):
-        for unet, name in ((torch.nn.Linear(1, 1), "Linear"), (None, "NoneType")):
-            with pytest.raises(UserError, match=rf"a diffusers U-Net or a model of .* as unet, got {name}"):
-                ScaleLongUnconditionalPipeline(unet, DDIMScheduler())
-
     def test_rejects_a_text_encoder_of_another_width(self, build, tiny_clip):
         unet = build("UViTModel", "text", cross_attention_dim=24)
         with pytest.raises(UserError, match=r"hidden states have width 16, but this UViTModel takes 24"):
@@ -157,17 +126,11 @@ class TestComponents:
 
     def test_rejects_channels_that_do_not_match(self, build, tiny_vae):
         unet = build("UNet2DModel", "nothing", in_channels=4, out_channels=3)
-        with pytest.raises(UserError, match=r"in_channels=4 and out_channels=3; accepted: 4, or 8 with a variance"):
+        with pytest.raises(UserError, match=r"in_channels=4 and out_channels=3; out_channels must be 4, or 8 with a"):
             ScaleLongUnconditionalPipeline(unet, DDIMScheduler())
         unet = build("UNet2DModel", "nothing")
-        with pytest.raises(UserError, match=r"the vae's latents have 4 channels, but this UNet2DModel takes 3"):
+        with pytest.raises(UserError, match=r"the vae's latents must have 3 channels, got 4"):
             ScaleLongUnconditionalPipeline(unet, DDIMScheduler(), vae=tiny_vae)
-
-    def test_rejects_a_latent_scale_that_is_not_positive(self, build):
-        unet = build("UViTModel", "nothing")
-        for scale in (0, -1.0, float("nan")):
-            with pytest.raises(UserError, match=r"latent_scale must be above 0, or None"):
-                ScaleLongUnconditionalPipeline(unet, DDIMScheduler(), latent_scale=scale)
 
     def test_needs_a_size_if_the_model_has_none(self, build, quiet):
         pipe = quiet(
@@ -179,7 +142,7 @@ class TestComponents:
 
     def test_rejects_a_null_class_that_is_not_the_last(self, build):
         unet = build("UViTModel", "classes")
-        for null_class in (0, 5, True, "none"):
+        for null_class in (0, 5, "none"):
             with pytest.raises(UserError, match=r"must be None or the last class \(4, as num_class_embeds=5\), got"):
                 ScaleLongClassConditionalPipeline(unet, DDIMScheduler(), null_class=null_class)
 
@@ -210,21 +173,20 @@ class TestFolders:
                 load(folder)
 
     def test_rejects_a_folder_without_an_index(self, folder):
-        self.check(folder / "unet", r"unet is not a pipeline: it has no model_index.json; a pipeline is a folder writ")
+        self.check(
+            folder / "unet",
+            r"unet is not a pipeline: it has no model_index.json with a _class_name; a pipeline is a f",
+        )
 
     def test_says_how_to_finish_an_unfinished_run(self, tmp_path):
         for step in (8, 78, 9):
             (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
-        message = (
-            r"run is an unfinished training run \(last checkpoint: checkpoint-78\), .* --resume_from_checkpoint lat"
-        )
+        message = r"the training run is unfinished \(last checkpoint: checkpoint-78\); .* --resume_from_checkpoint lat"
         self.check(tmp_path / "run", message)
 
     def test_says_how_to_convert_a_single_file(self, tmp_path):
         (tmp_path / "model.safetensors").touch()
-        message = (
-            r"model.safetensors is a single file, .* StableDiffusionPipeline.from_single_file, then save_pretrained"
-        )
+        message = r"convert a single file with StableDiffusionPipeline.from_single_file and save_pretrained"
         self.check(tmp_path / "model.safetensors", message)
 
     def test_rejects_a_damaged_index(self, folder):
@@ -233,17 +195,18 @@ class TestFolders:
         (folder / "model_index.json").write_text("[]")
         self.check(folder, r"model_index.json must hold a JSON object, got \[\]")
         (folder / "model_index.json").write_text("{}")
-        self.check(folder, r"is not a pipeline: its model_index.json has no _class_name")
+        self.check(folder, r"is not a pipeline: it has no model_index.json with a _class_name")
 
     def test_names_a_missing_component(self, folder):
         index = folder / "model_index.json"
         index.write_text(index.read_text().replace('"unet"', '"transformer"'))
-        message = "has no component unet, which ScaleLongUnconditionalPipeline needs; it has scheduler, transformer"
-        self.check(folder, message)
+        with pytest.raises(ValueError, match=r"expected .*'unet'.* but only"):
+            load_pipeline(folder)
 
     def test_names_a_missing_folder(self, folder):
         (folder / "scheduler").rename(folder / "elsewhere")
-        self.check(folder, r"is incomplete: its model_index.json names scheduler, but there is no such folder")
+        with pytest.raises(OSError, match=r"no file named scheduler_config.json found in directory"):
+            load_pipeline(folder)
 
     @pytest.mark.parametrize("kept", [0, 7, 5000])
     def test_rejects_a_truncated_file(self, folder, kept):

@@ -46,7 +46,7 @@ def test_rejects_a_name_of_two_classes(build):
         build("UViTModel", "classes"), DDIMScheduler(), class_names=names, null_class=4
     )
     assert pipe.class_ids(["dog", 2]) == [1, 2]
-    with pytest.raises(UserError, match=r"several classes are named 'crane': give one of the numbers \[0, 2\]"):
+    with pytest.raises(UserError, match=r"class 'crane' is ambiguous \(\[0, 2\]\); accepted: 0\.\.3"):
         pipe.class_ids("crane")
 
 

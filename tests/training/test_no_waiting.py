@@ -10,7 +10,7 @@ from fake_cuda import DEVICE, fake_cuda
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from scalelong_diffusers.training import TrainingConfig, TrainingRun, make_config
-from scalelong_diffusers.training.state import _load_optimizer_state
+from scalelong_diffusers.training.checkpoints import _load_optimizer_state
 
 
 def backward(accelerator, loss):

@@ -48,18 +48,9 @@ class TestTokenizer:
         one, other = build_tokenizer(CAPTIONS), build_tokenizer(reversed(CAPTIONS))
         assert one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
 
-    @pytest.mark.parametrize(
-        ("captions", "options", "message"),
-        [
-            (["a", None], {}, r"captions\[1\] must be text, got None"),
-            (["", "  "], {}, "the captions contain no word"),
-            (["a"], {"vocab_size": 100}, "vocab_size must be at least 514 to spell any text, got 100"),
-            (["a"], {"context_length": 2}, r"context_length must be at least 3 \(start, one token, end\), got 2"),
-        ],
-    )
-    def test_rejects_wrong_arguments(self, captions, options, message):
-        with pytest.raises(UserError, match=message):
-            build_tokenizer(captions, **options)
+    def test_rejects_captions_without_words(self):
+        with pytest.raises(UserError, match="the captions contain no word"):
+            build_tokenizer(["", "  "])
 
 
 def test_encoder_and_tokenizer_agree(small_clip):

@@ -64,7 +64,7 @@ class TestLoading:
     def test_rejects_an_incomplete_folder(self, build_kind, tmp_path):
         build_kind("sd1").save_pretrained(tmp_path)
         (tmp_path / "text_encoder").rename(tmp_path / "elsewhere")
-        with pytest.raises(UserError, match=r"is incomplete: its model_index.json names text_encoder"):
+        with pytest.raises(OSError, match=r"no file named .* found in directory"):
             load_stable_diffusion(tmp_path)
 
     def test_rejects_weights_of_another_config(self, build_kind, tmp_path):
@@ -78,7 +78,7 @@ class TestLoading:
     def test_rejects_a_tokenizer_without_its_files(self, build_kind, tmp_path, name):
         build_kind("sdxl").save_pretrained(tmp_path)
         (tmp_path / name / "tokenizer.json").unlink()
-        with pytest.raises(UserError, match=r"the tokenizer's end token is .* they do not belong together"):
+        with pytest.raises(UserError, match=r"ends texts with .* they do not belong together"):
             load_stable_diffusion(tmp_path)
 
 
@@ -101,7 +101,7 @@ class TestChecks:
     def test_rejects_another_unet_class(self, build_kind, ddpm):
         pipe = build_kind("sd1")
         pipe.unet = ddpm.build()
-        self.rejects(pipe, "must be a UNet2DConditionModel, got UNet2DModel")
+        self.rejects(pipe, "a UNet2DModel, must take encoder_hidden_states but takes no condition")
 
     def test_rejects_inpainting(self, build_kind, sd):
         pipe = build_kind("sd1")
@@ -111,24 +111,22 @@ class TestChecks:
     def test_rejects_a_text_encoder_of_another_width(self, build_kind, sd):
         pipe = build_kind("sd1")
         pipe.unet = sd.build(cross_attention_dim=24)
-        self.rejects(pipe, "text encoders have width 16, but this UNet2DConditionModel takes 24")
+        self.rejects(pipe, "takes text of width 24, but the text encoders have 16")
 
     def test_rejects_two_text_encoders_of_another_width(self, build_kind, cases):
         pipe = build_kind("sdxl")
         pipe.unet = cases["sdxl"].build()
-        self.rejects(pipe, r"text encoders have width 16 \+ 8, but this UNet2DConditionModel takes 16")
+        self.rejects(pipe, r"takes text of width 16, but the text encoders have 16 \+ 8")
 
     def test_rejects_a_unet_with_embedded_guidance(self, build_kind, sd):
         pipe = build_kind("sd1")
         pipe.unet = sd.build(time_cond_proj_dim=8)
-        self.rejects(
-            pipe, r"must take encoder_hidden_states; this .* takes timestep_cond \(time_cond_proj_dim=8\), enc"
-        )
+        self.rejects(pipe, r"must take encoder_hidden_states but takes timestep_cond \(time_cond_proj_dim=8\), enc")
 
     def test_rejects_the_unet_of_sdxl_in_another_pipeline(self, build_kind, cases):
         pipe = build_kind("sd1")
         pipe.unet = cases["sdxl"].build()
-        self.rejects(pipe, "must take encoder_hidden_states; this UNet2DConditionModel takes added_cond_kwargs")
+        self.rejects(pipe, "must take encoder_hidden_states but takes added_cond_kwargs")
 
 
 class TestEncoding:
@@ -237,10 +235,13 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("scheduler", "message"),
         [
-            (diffusers.FlowMatchEulerDiscreteScheduler(), "FlowMatchEulerDiscreteScheduler has no betas"),
+            (
+                diffusers.FlowMatchEulerDiscreteScheduler(),
+                "FlowMatchEulerDiscreteScheduler cannot train a Stable Diffusion, which needs betas",
+            ),
             (
                 diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
-                "must be one of epsilon, v_prediction, sample, got 'flow_prediction'",
+                "of epsilon, v_prediction, sample, got 'flow_prediction'",
             ),
         ],
     )
