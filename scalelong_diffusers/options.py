@@ -37,7 +37,7 @@ OnResume = Literal["same", "free", "fixed"]
 @dataclass(frozen=True)
 class Option:
     """
-    What a field knows beside its name, type and default.
+    What a field knows in addition to its name, type and default.
 
     Args:
         help: the text in `--help`.

@@ -96,8 +96,15 @@ def _uvit(
     }
     num_skips = config["num_layers"] // 2
     return Preset(
-        name, UViTModel, config, num_skips=num_skips, is_latent=is_latent, training=training, **_NOISE[timesteps], **fields
-    )  # fmt: skip
+        name,
+        UViTModel,
+        config,
+        num_skips=num_skips,
+        is_latent=is_latent,
+        training=training,
+        **_NOISE[timesteps],
+        **fields,
+    )
 
 
 def _imagenet64(name: str, size: str, parameters: int) -> Preset:

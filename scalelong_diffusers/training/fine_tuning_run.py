@@ -54,7 +54,7 @@ class FineTuning:
     """
     What a fine-tuning script adds to its [`TrainingRun`].
 
-    It loads the pipeline and the data. Its options are those of `finetune_text_to_image.py`.
+    It loads the pipeline and the data. Its options are the flags of `finetune_text_to_image.py`.
     """
 
     def __init__(self, run: "TrainingRun"):

@@ -106,7 +106,7 @@ def _patch_size(size: int) -> int | None:
 
 
 def _from_config(source: str) -> ModelMixin:
-    """Build a fresh model of the architecture in a config. Weights beside it are not loaded."""
+    """Build a fresh model of the architecture in a config. Weights in the same folder are not loaded."""
     if source.endswith(".json"):
         folder, name = os.path.split(source)
         config = read_json(folder or ".", name) if os.path.isfile(source) else None

@@ -305,7 +305,7 @@ class TrainingRun:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether this process has received a signal to stop."""
         return self.stop_signal.number != 0
 
     def print(self, text: str):
@@ -405,7 +405,7 @@ class TrainingRun:
             )
 
     def _read_statistics(self) -> bool:
-        """Wait for the device, update the progress, and return whether a process was asked to stop."""
+        """Wait for the device, update the progress, and return whether a process has received a signal to stop."""
         started = time.perf_counter()
         seen = self.optimizer_step.read_statistics(self.is_stopping)
         self._seconds += time.perf_counter() - started
