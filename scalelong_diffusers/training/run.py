@@ -521,6 +521,11 @@ class TrainingRun:
         check_same_settings(
             str(path), self.config, state["settings"], self.settings, self.config.output.allow_changed_settings
         )
+        if state["step"] > self.size.max_train_steps:
+            raise UserError(
+                f"{path} is beyond the run's {self.size.max_train_steps} steps: increase --max_train_steps or "
+                "--num_train_epochs"
+            )
         load_state(self, path, state)
         # The strength of the last step, with which the models are saved if no other step follows.
         self._warm_up(max(0, self.global_step - 1))
