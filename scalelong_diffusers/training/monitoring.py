@@ -122,8 +122,8 @@ class SampleEvaluation:
         """
         Return FID and KID.
 
-        They are left out if images are not finite, or if the run has received a signal to stop, since making all images would
-        delay its checkpoint.
+        They are left out if images are not finite, or if the run has received a signal to stop, since making all
+        images would delay its checkpoint.
         """
         with run.evaluating():
             batches = with_progress(

@@ -182,8 +182,8 @@ class TrainingRun:
             self.accelerator.print(f"{name}: {value}")
         if options.lr_scheduler != "constant" and options.lr_warmup_steps >= self.size.max_train_steps:
             self.accelerator.print(
-                f"warning: the learning rate warms up for {options.lr_warmup_steps} steps (--lr_warmup_steps), and the "
-                f"run has only {self.size.max_train_steps}"
+                f"warning: the learning rate warms up for {options.lr_warmup_steps} steps (--lr_warmup_steps), and "
+                f"the run has only {self.size.max_train_steps}"
             )
         evaluates = self.config.monitoring.eval_steps > 0
         self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
@@ -470,6 +470,11 @@ class TrainingRun:
         )
         if warning := inexact_resume_warning(state["settings"], self.settings):
             self.accelerator.print(f"warning: {warning}")
+        if state["step"] > self.size.max_train_steps:
+            raise UserError(
+                f"{path} is beyond the run's {self.size.max_train_steps} steps: increase --max_train_steps or "
+                "--num_train_epochs"
+            )
         load_state(self, path, state)
         # The strength of the last step, with which the models are saved if no other step follows.
         self._warm_up(max(0, self.global_step - 1))

@@ -220,6 +220,8 @@ def test_changed_settings_need_permission(train, stopped_at, metrics_of):
     changes = {"learning_rate": 0.02, "adam_beta1": 0.8, **RESUME}
     with pytest.raises(UserError, match=r"learning_rate was 0.01 and is 0.02.*pass the same settings, or --allow"):
         train(folder, **changes)
+    with pytest.raises(UserError, match="checkpoint-8 is beyond the run's 7 steps: increase --max_train_steps or"):
+        train(folder, max_train_steps=7, **RESUME)
     assert (folder / "settings.json").read_text() == before
     changes["allow_changed_settings"] = True
     train(folder, **changes, **{"no-use_ema": True})
