@@ -57,11 +57,9 @@ class CheckpointDetails:
     What a checkpoint's weights do not tell about its model.
 
     Args:
-        num_attention_heads: number of heads in each block.
         timesteps: timesteps of the network: `"continuous"`, t * 999 with t in (0, 1], or `"discrete"`, 1 .. 1000.
         skip_scaling: a method and its fields as a dict. Needed without gates, because constant factors leave no trace
             in the weights. With gates, the fields that their shapes determine can be left out.
-        context_length: number of text tokens of a text-to-image model.
     """
 
     num_attention_heads: int | None = None
@@ -212,10 +210,10 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
         "--skip_scaling METHOD ('none' for a plain U-ViT)": not given and gates is None,
         "--context_length N": has_text and details.context_length is None,
     }
-    if missing := [flag for flag, is_missing in needed.items() if is_missing]:
-        raise UserError(f"the weights of {source} do not tell everything about the model: give {', '.join(missing)}")
+    missing = ", ".join(flag for flag, is_missing in needed.items() if is_missing)
     method = given.get("method")
-    contradictions = {
+    faults = {
+        f"the weights do not tell everything about the model: give {missing}": missing,
         f"context_length={details.context_length} is only for text-to-image models": (
             details.context_length is not None and not has_text
         ),
@@ -227,7 +225,7 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
             gates is not None and method not in (None, "ls")
         ),
     }
-    if found := [message for message, is_true in contradictions.items() if is_true]:
+    if found := [message for message, is_true in faults.items() if is_true]:
         raise UserError(f"{source} cannot be converted: {'; '.join(found)}")
 
 
