@@ -60,7 +60,6 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         latents: initial noise of variance 1; drawn from `generator` by default.
         height, width: size of the images in pixels; by default the size that the model was trained for.
         output_type: `"pil"`, `"np"`, `"pt"` or `"latent"`.
-        return_dict: return an `ImagePipelineOutput` instead of a tuple.
         callback_on_step_end: called as `callback(pipe, step, timestep, tensors)` after each step. The tensors that it
             returns replace the current ones. Set `pipe._interrupt = True` in it to stop.
         callback_on_step_end_tensor_inputs: names of the tensors that the callback gets.

@@ -48,8 +48,18 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
                 f"null_class must be None or the last class ({num_embeds - 1}, as num_class_embeds={num_embeds}), got "
                 f"{null_class!r}"
             )
-        names = _class_names(class_names, num_embeds - (null_class is not None))
-        # A dict, because diffusers mistakes a list in a pipeline's config for a component.
+        names = None
+        if class_names is not None:
+            pairs = class_names.items() if isinstance(class_names, Mapping) else enumerate(class_names)
+            numbered = {str(i): name for i, name in pairs}
+            expected = [str(i) for i in range(num_embeds - (null_class is not None))]
+            if set(numbered) != set(expected) or isinstance(class_names, str):
+                raise UserError(
+                    f"class_names must be texts for the classes 0..{len(expected) - 1} of the model "
+                    f"(num_class_embeds, without the null class), got {len(numbered)}: {class_names!r:.100}"
+                )
+            names = {i: numbered[i] for i in expected}
+        # A dict, because diffusers mistakes a list in a pipeline's config for a component; with text keys, as in JSON.
         self.register_to_config(class_names=names, null_class=null_class)
 
     @property
@@ -127,18 +137,3 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
                 f"guidance_scale={self.guidance_scale} needs a null class, but this pipeline has none: use 1, or "
                 "create the pipeline with null_class if the model was trained with one"
             )
-
-
-def _class_names(names: Sequence[str] | Mapping[str, str] | None, num_classes: int) -> dict[str, str] | None:
-    """Return the names by number, as text because the config is stored as JSON, in the order of the numbers."""
-    if names is None:
-        return None
-    numbered = {str(i): name for i, name in (names if isinstance(names, Mapping) else dict(enumerate(names))).items()}
-    expected = [str(i) for i in range(num_classes)]
-    are_texts = not isinstance(names, str) and all(isinstance(name, str) for name in numbered.values())
-    if not are_texts or set(numbered) != set(expected):
-        raise UserError(
-            f"class_names must be texts for the classes 0..{num_classes - 1} of the model (num_class_embeds, without "
-            f"the null class), got {len(numbered)}: {names!r:.100}"
-        )
-    return {i: numbered[i] for i in expected}

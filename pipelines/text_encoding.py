@@ -28,10 +28,8 @@ class CaptionEncoder:
     Encodes captions as [`ScaleLongTextToImagePipeline`] encodes prompts. The empty text is the null condition.
 
     Gradients reach the parameters of the text encoder that require them. Call a text encoder that is wrapped for
-    training with the ids from `tokenize`: `text_encoder(encoder.tokenize(captions))[0]`.
-
-    Args:
-        model: the unwrapped denoiser that attends to the text.
+    training with the ids from `tokenize`: `text_encoder(encoder.tokenize(captions))[0]`. `model` is the unwrapped
+    denoiser that attends to the text.
     """
 
     def __init__(self, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, model: nn.Module):

@@ -104,19 +104,19 @@ def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError, JSONDecodeError, UnpicklingError, EOFError) as error:
         if "ignore_mismatched_sizes" in str(error):  # transformers suggests an option that we do not pass
-            raise UserError(f"{source} has a component whose weights do not fit its config.json") from error
-        damage = _damage(error)
-        if damage is None:
+            problem = f"weights of a component of {source} do not fit its config.json"
+        elif damage := _damage(error):
+            # torch's own message is about trusting a pickle, or names a line of its C++ code.
+            is_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
+            reason = "not a complete PyTorch file" if is_torch else " ".join(str(error).split())
+            # diffusers applies force_download only to the configs of a pipeline, so it would not help.
+            is_local = os.path.isdir(source)
+            advice = "save or copy it again" if is_local else f"load again after `hf cache rm model/{source}`"
+            what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
+            problem = f"{what} in {source} are damaged or incompletely downloaded ({reason}): {advice}"
+        else:
             raise
-        what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
-        # torch's own message is about trusting a pickle, or names a line of its C++ code.
-        is_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
-        reason = "not a complete PyTorch file" if is_torch else " ".join(str(error).split())
-        # diffusers applies force_download only to the configs of a pipeline, so it would not help.
-        advice = "save or copy it again" if os.path.isdir(source) else f"load again after `hf cache rm model/{source}`"
-        raise UserError(
-            f"the {what} in {source} are damaged or incompletely downloaded ({reason}): {advice}"
-        ) from error
+        raise UserError(f"the {problem}") from error
 
 
 def _damage(error: BaseException | None) -> BaseException | None:

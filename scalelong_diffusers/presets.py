@@ -56,11 +56,14 @@ _SIZES = {
     "H": {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16},
 }
 _LINEAR_BETAS = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
-_STABLE_DIFFUSION_BETAS = {**_LINEAR_BETAS, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+_STABLE_DIFFUSION_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 # The noise of the data, by the times that the network is shown.
 _NOISE = {
     "continuous": {"noise": "VP-SDE, beta 0.1 to 20, t ~ U(0, 1)", "scheduler": _LINEAR_BETAS},
-    "discrete": {"noise": "Stable Diffusion's betas, n in 1..1000", "scheduler": _STABLE_DIFFUSION_BETAS},
+    "discrete": {
+        "noise": "Stable Diffusion's betas, n in 1..1000",
+        "scheduler": _LINEAR_BETAS | _STABLE_DIFFUSION_BETAS,
+    },
 }
 _UVIT_TRAINING = {
     "adam_weight_decay": 0.03,
@@ -94,17 +97,8 @@ def _uvit(
         **_UVIT_TRAINING,
         **training,
     }
-    num_skips = config["num_layers"] // 2
-    return Preset(
-        name,
-        UViTModel,
-        config,
-        num_skips=num_skips,
-        is_latent=is_latent,
-        training=training,
-        **_NOISE[timesteps],
-        **fields,
-    )
+    fields |= {"num_skips": config["num_layers"] // 2, "is_latent": is_latent, **_NOISE[timesteps]}
+    return Preset(name, UViTModel, config, training=training, **fields)
 
 
 def _imagenet64(name: str, size: str, parameters: int) -> Preset:

@@ -380,10 +380,11 @@ _SD_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scal
 
 
 def _small_clip(seed, width):
-    from scalelong_diffusers.training.small_clip import build_small_clip
+    from scalelong_diffusers.training.small_clip import build_text_model, build_tokenizer
 
     torch.manual_seed(seed)
-    return build_small_clip(_CAPTIONS, width, num_layers=3, num_attention_heads=2, context_length=10)
+    tokenizer = build_tokenizer(_CAPTIONS, context_length=10)
+    return build_text_model(tokenizer, width, num_layers=3, num_attention_heads=2), tokenizer
 
 
 def _clip_with_projection(seed, width):

@@ -18,7 +18,7 @@ from scalelong_diffusers.files import write_json
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
-    build_skip_scaler,
+    plan_skip_scaling,
     resolve_skip_scaling,
 )
 from scalelong_diffusers.patching import apply_skip_scaling, remove_skip_scaling
@@ -136,7 +136,9 @@ def _misfit(unet: nn.Module, config: SkipScalingConfig, gates: Weights, lora: We
     present = unet.skip_scaler.config if isinstance(unet, SkipScalingMixin) else SkipScalingConfig("none")
     if present.method != "none" and present != config:
         return f"it already has the scaling {present}, but the adapter has {config}"
-    expected = {_GATE_PREFIX + name: w.shape for name, w in build_skip_scaler(unet, config).state_dict().items()}
+    expected = {
+        _GATE_PREFIX + name: w.shape for name, w in plan_skip_scaling(unet, config).scaler.state_dict().items()
+    }
     found = {name: gate.shape for name, gate in gates.items()}
     for name in sorted({*expected, *found}):
         if expected.get(name) != found.get(name):

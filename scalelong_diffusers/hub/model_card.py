@@ -90,11 +90,9 @@ def make_card(
     load_options: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """
-    Return the card of a model or pipeline.
+    Return the card of a model or pipeline. Everything in the `previous` card that this function did not write is kept.
 
-    Args:
-        previous: the text of the previous card; everything that this function did not write is kept.
-        load_options: the keywords that `from_pretrained` needs to load the pushed files.
+    `load_options` are the keywords that `from_pretrained` needs to load the pushed files.
     """
     name = type(model_or_pipeline).__name__
     source = ", ".join(

@@ -32,7 +32,6 @@ def push_to_hub(
 
     Args:
         repo_id: `user/name`; the repository is created if it does not exist.
-        private: create the repository as a private one.
         create_pr: open a pull request instead of writing to the branch.
         revision: the branch, which is created if it does not exist; `main` by default.
         subfolder: push into this folder of the repository, without a model card.

@@ -167,12 +167,6 @@ def resolve_skip_scaling(model: ModelMixin, config: SkipScalingConfig) -> SkipSc
     return layout.resolve(config, layout.find(model))
 
 
-def build_skip_scaler(model: ModelMixin, config: SkipScalingConfig) -> SkipScaler:
-    """Build a scaler for the long skips of a model, without changing the model."""
-    layout = skip_layout(model)
-    return layout.build_scaler(config, layout.find(model))
-
-
 @dataclass(frozen=True)
 class SkipScalingPlan:
     """A model and the scaler that it will use. Making a plan can fail, applying it cannot."""

@@ -61,11 +61,8 @@ class SkipLayout:
 class UpBlockSkips(SkipLayout):
     """
     The layout of diffusers' U-Nets: up-blocks receive a tuple of skips and concatenate them to the input of their
-    resnets, the deepest first.
-
-    Args:
-        argument: how the model passes the tuple to an up-block: the name of a keyword argument, or the index of a
-            positional one.
+    resnets, the deepest first. The model passes the tuple as the keyword `argument`, or as the positional one with
+    this index.
     """
 
     argument: str | int

@@ -44,11 +44,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         sample_size: height and width of the images, or one number for both. For other sizes the position embeddings
             are interpolated.
         patch_size: side of the square patches that become tokens.
-        in_channels: channels of the image or latent.
         out_channels: `in_channels` if None.
-        hidden_size: width of a token.
         num_layers: number of encoder and decoder blocks together, an even number. The middle block is not counted.
-        num_attention_heads: heads of a block.
         mlp_ratio: width of the MLP as a multiple of `hidden_size`.
         num_class_embeds: number of classes, including the null class if there is one.
         cross_attention_dim: width of the text encoder's hidden states.

@@ -20,27 +20,14 @@ _END_OF_WORD_OFFSET = 0xF0000
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def build_small_clip(
-    captions: Iterable[str],
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_attention_heads: int = 4,
-    context_length: int = 32,
-    vocab_size: int = 4096,
-) -> tuple[CLIPTextModel, CLIPTokenizer]:
-    """
-    Build an untrained CLIP text encoder and the tokenizer of [`build_tokenizer`], both plain transformers classes.
-
-    `hidden_size` is the `cross_attention_dim` of the model that uses it. The weights depend on torch's global seed.
-    """
-    tokenizer = build_tokenizer(captions, context_length, vocab_size)
-    return build_text_model(tokenizer, hidden_size, num_layers, num_attention_heads), tokenizer
-
-
 def build_text_model(
     tokenizer: CLIPTokenizer, hidden_size: int = 64, num_layers: int = 2, num_attention_heads: int = 4
 ) -> CLIPTextModel:
-    """Build an untrained text encoder for the vocabulary and the maximum length of a tokenizer."""
+    """
+    Build an untrained text encoder for the vocabulary and the maximum length of a tokenizer.
+
+    `hidden_size` is the `cross_attention_dim` of the model that uses it. The weights depend on torch's global seed.
+    """
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -62,12 +49,7 @@ def build_tokenizer(captions: Iterable[str], context_length: int = 32, vocab_siz
     Build a CLIP tokenizer whose byte pairs are learned from the captions.
 
     Frequent words of the captions become one token each, and any other text is spelled out. The order of the captions
-    does not matter.
-
-    Args:
-        captions: the texts of a dataset.
-        context_length: maximum number of tokens, including start and end; longer texts are cut.
-        vocab_size: maximum number of different tokens, besides the letters that spell any text.
+    does not matter. `context_length` counts start and end. `vocab_size` is a maximum, but all letters are included.
     """
     # CLIP's tokenizer splits words in lower case, with one printable letter for each byte.
     clip = CLIPTokenizer().backend_tokenizer

@@ -63,32 +63,33 @@ def _check_class(source: str | os.PathLike, class_name: str | list[str]):
 def check_stable_diffusion(pipe: DiffusionPipeline):
     """Check that a pipeline can be fine-tuned as Stable Diffusion, with the inputs that `encode_tokens` returns."""
     _check_class("this pipeline", type(pipe).__name__)
-    is_xl = isinstance(pipe, StableDiffusionXLPipeline)
-    models = {"unet": pipe.unet, "vae": pipe.vae, "text_encoder": pipe.text_encoder, "tokenizer": pipe.tokenizer}
-    if is_xl:
-        models |= {"text_encoder_2": pipe.text_encoder_2, "tokenizer_2": pipe.tokenizer_2}
-    if missing := [name for name, model in models.items() if model is None]:
-        raise UserError(f"this {type(pipe).__name__} has no {missing[0]}, which fine-tuning needs")
-    unet, encoders = pipe.unet, text_encoders(pipe)
+    others = ("text_encoder_2", "tokenizer_2") if isinstance(pipe, StableDiffusionXLPipeline) else ()
+    missing = [name for name in ("unet", "vae", "text_encoder", "tokenizer", *others) if getattr(pipe, name) is None]
+    if problem := f"has no {missing[0]}" if missing else _misfit(pipe):
+        raise UserError(f"this {type(pipe).__name__} {problem}")
+    for encoder, tokenizer in zip(text_encoders(pipe), tokenizers(pipe)):
+        check_tokenizer(tokenizer, encoder)
+
+
+def _misfit(pipe: StableDiffusion) -> str | None:
+    """Return how the U-Net contradicts the other components or the inputs that `encode_tokens` returns, or None."""
+    unet, is_xl = pipe.unet, isinstance(pipe, StableDiffusionXLPipeline)
+    name = f"has a {type(unet).__name__} that"
     conditions = required_conditions(unet)
     expected = {"encoder_hidden_states"} | ({"added_cond_kwargs"} if is_xl else set())
     channels, latent_channels = unet.config.in_channels, pipe.vae.config.latent_channels
-    widths = [encoder.config.hidden_size for encoder in encoders]
-    problem = None
+    widths = [encoder.config.hidden_size for encoder in text_encoders(pipe)]
     if set(conditions) != expected or (is_xl and unet.config.addition_embed_type != "text_time"):
         takes = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
-        kind = "with addition_embed_type='text_time' " if is_xl else ""
-        problem = f"must take {' and '.join(sorted(expected))} {kind}but takes {takes}"
-    elif channels != latent_channels:
+        kind = " with addition_embed_type='text_time'" if is_xl else ""
+        return f"{name} must take {' and '.join(sorted(expected))}{kind} but takes {takes}"
+    if channels != latent_channels:
         kind = " (an inpainting model also takes a mask and the masked image)" if channels == 9 else ""
-        problem = f"takes {channels} channels{kind}, but the vae's latents have {latent_channels}"
-    elif sum(widths) != text_embedding_width(unet):
+        return f"{name} takes {channels} channels{kind}, but the vae's latents have {latent_channels}"
+    if sum(widths) != text_embedding_width(unet):
         width = text_embedding_width(unet)
-        problem = f"takes text of width {width}, but the text encoders have {' + '.join(map(str, widths))}"
-    if problem:
-        raise UserError(f"the unet of this {type(pipe).__name__}, a {type(unet).__name__}, {problem}")
-    for encoder, tokenizer in zip(encoders, tokenizers(pipe)):
-        check_tokenizer(tokenizer, encoder)
+        return f"{name} takes text of width {width}, but the text encoders have {' + '.join(map(str, widths))}"
+    return None
 
 
 def freeze_all_but_unet(pipe: StableDiffusion):

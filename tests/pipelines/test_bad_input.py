@@ -148,7 +148,7 @@ class TestComponents:
 
     def test_rejects_class_names_that_do_not_match(self, build):
         unet = build("UViTModel", "classes")
-        for names in (["a", "b"], {"0": "a", "7": "b"}, list("abcdef"), "abcde", [1, 2, 3, 4, 5], {"a"}):
+        for names in (["a", "b"], {"0": "a", "7": "b"}, list("abcdef"), "abcde", {"a"}):
             with pytest.raises(UserError, match=r"class_names must be texts for the classes 0\.\.4 of the model"):
                 ScaleLongClassConditionalPipeline(unet, DDIMScheduler(), class_names=names)
 

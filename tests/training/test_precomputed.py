@@ -25,13 +25,12 @@ from scalelong_diffusers.train import (
 )
 from scalelong_diffusers.training import TrainingStopped
 from scalelong_diffusers.training.latents import check_text_encoder
-from scalelong_diffusers.training.small_clip import build_small_clip
+from scalelong_diffusers.training.small_clip import build_text_model, build_tokenizer
 
 
 SCRIPT = Path(__file__).parents[2] / "train" / "precompute_latents.py"
 LATENT = {"sample_size": 8, "in_channels": 4, "patch_size": 2, "num_layers": 4, "num_attention_heads": 2}
 IMAGES = {"resolution": 16, "center_crop": True, "random_flip": True}
-TEXT = {"vocab_size": 520, "num_layers": 2, "num_attention_heads": 2, "context_length": 12}
 
 
 def save_vae(folder, seed):
@@ -43,7 +42,8 @@ def save_vae(folder, seed):
 
 def save_clip(folder, seed):
     torch.manual_seed(seed)
-    for part in build_small_clip(["a red circle"], 16, **TEXT):
+    tokenizer = build_tokenizer(["a red circle"], context_length=12, vocab_size=520)
+    for part in (build_text_model(tokenizer, 16, num_layers=2, num_attention_heads=2), tokenizer):
         part.save_pretrained(folder)
     return folder
 

@@ -5,7 +5,7 @@ import torch
 from diffusers import DDIMScheduler
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UserError, UViTModel
-from scalelong_diffusers.training.small_clip import build_small_clip, build_tokenizer
+from scalelong_diffusers.training.small_clip import build_text_model, build_tokenizer
 
 
 CAPTIONS = [f"a {color} {shape}" for color in ("red", "Green", "blue") for shape in ("circle", "square", "triangle")]
@@ -14,7 +14,8 @@ CAPTIONS = [f"a {color} {shape}" for color in ("red", "Green", "blue") for shape
 @pytest.fixture
 def small_clip():
     torch.manual_seed(0)
-    return build_small_clip(CAPTIONS, hidden_size=16, num_layers=1, num_attention_heads=2, context_length=10)
+    tokenizer = build_tokenizer(CAPTIONS, context_length=10)
+    return build_text_model(tokenizer, hidden_size=16, num_layers=1, num_attention_heads=2), tokenizer
 
 
 class TestTokenizer:

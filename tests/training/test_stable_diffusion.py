@@ -71,7 +71,7 @@ class TestLoading:
         build_kind("sd1").save_pretrained(tmp_path)
         file = tmp_path / "text_encoder" / "config.json"
         file.write_text(file.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
-        with pytest.raises(UserError, match=r"has a component whose weights do not fit its config\.json"):
+        with pytest.raises(UserError, match=r"weights of a component of .* do not fit its config\.json"):
             load_stable_diffusion(tmp_path)
 
     @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
@@ -96,12 +96,12 @@ class TestChecks:
     def test_rejects_a_pipeline_without_a_component(self, build_kind, name):
         pipe = build_kind("sd1")
         setattr(pipe, name, None)
-        self.rejects(pipe, f"this StableDiffusionPipeline has no {name}, which fine-tuning needs")
+        self.rejects(pipe, f"this StableDiffusionPipeline has no {name}")
 
     def test_rejects_another_unet_class(self, build_kind, ddpm):
         pipe = build_kind("sd1")
         pipe.unet = ddpm.build()
-        self.rejects(pipe, "a UNet2DModel, must take encoder_hidden_states but takes no condition")
+        self.rejects(pipe, "has a UNet2DModel that must take encoder_hidden_states but takes no condition")
 
     def test_rejects_inpainting(self, build_kind, sd):
         pipe = build_kind("sd1")
