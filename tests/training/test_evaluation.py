@@ -210,7 +210,7 @@ def test_mistakes_are_reported_before_the_first_step(refused, evaluation, make_n
         ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
         ({"eval_reference": "no/such/folder"}, "the reference no/such/folder does not exist"),
         ({"eval_reference": "gone.safetensors"}, "gone.safetensors does not exist"),
-        ({"eval_reference": larger}, "has statistics of images with 16 x 16 pixels, but the evaluated images have 8"),
+        ({"eval_reference": larger}, "is of images with 16 x 16 pixels, but these have 8 x 8"),
         (
             {"eval_reference": smaller, "eval_features": other_network},
             "the statistics of the reference have 16 ",

@@ -410,7 +410,7 @@ class TestRejects:
             ({"skip_scaling_warmup_steps": 5}, "--skip_scaling_warmup_steps 5 has nothing to warm up: ls starts with"),
             ({"skip_scaling": "cs", "skip_scaling_warmup_steps": 16}, "does not end within the run's 16 steps"),
             ({"skip_scaling": "cs"}, "--skip_scaling_warmup_steps 500 does not end within the run's 16 steps"),
-            ({"resolution": 15}, "--resolution=15"),
+            ({"resolution": 15}, "--resolution must be a positive multiple of 2, got 15; the nearest: 14 or 16"),
             ({"lora_rank": 2, "push_to_hub": True}, "is a folder: pass a Hub id, or push later with push_adapter"),
             (
                 {"validation_prompts": ["red " * 9]},
@@ -441,7 +441,7 @@ class TestRejects:
         )
         pipe.save_pretrained(tmp_path / "plain")
         message = refused_tuning(pretrained_model_name_or_path=tmp_path / "plain", lora_rank=2)
-        assert "must take encoder_hidden_states; this UNet2DConditionModel takes no condition" in message
+        assert "has a UNet2DConditionModel that must take encoder_hidden_states but takes no condition" in message
 
     def test_other_scalings_of_a_scaled_pipeline(self, refused_tuning, base, tmp_path):
         apply_skip_scaling(load_stable_diffusion(base()), "cs").save_pretrained(tmp_path / "scaled")
