@@ -315,7 +315,7 @@ BAD = {
     "negative guidance": (["classes", "--guidance", "-1"], ["guidance_scale must be a number, at least 0, got -1.0"]),
     "scheduler": (["unconditional", "--scheduler", "dpm+"], ["unknown scheduler 'dpm+' (did you mean 'dpm++'?)"]),
     "steps": (["unconditional", "--steps", "0"], ["num_inference_steps must be an integer, at least 1, got 0"]),
-    "size": (["unconditional", "--width", "13"], ["width", "13", "multiples of 2"]),
+    "size": (["unconditional", "--width", "13"], ["width", "13", "multiple of 2"]),
     "number of images": (["unconditional", "-n", "0"], ["argument --num_images/-n: must be at least 1, got 0"]),
     "batch size": (["unconditional", "--batch_size", "0"], ["argument --batch_size: must be at least 1, got 0"]),
     "device": (["unconditional", "--device", "gpu"], ["--device gpu cannot be used: "]),
