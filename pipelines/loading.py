@@ -18,7 +18,7 @@ _OURS = ("ScaleLongUnconditionalPipeline", "ScaleLongClassConditionalPipeline", 
 def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
     """
     Load one of our pipelines, or the components of a stock one (DDPM, DDIM, Stable Diffusion), from a folder or the
-    Hub, without naming its class. The options are those of `from_pretrained`.
+    Hub, without naming its class. Takes the options of `from_pretrained`.
 
     ```python
     pipe = load_pipeline("some/model", dtype=torch.bfloat16)

@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import diffusers
 import PIL.Image
 import torch
 from diffusers import SchedulerMixin
+from huggingface_hub import try_to_load_from_cache
 from tqdm import tqdm
 
 from scalelong_diffusers.download import read_json
-from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, write_json
 from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import SamplingPipeline
@@ -39,6 +41,7 @@ SCHEDULERS = {
 GRID_IMAGES = 64
 # Files next to the images: their settings and a grid of them.
 SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
+WEIGHTS_SUFFIXES = (".safetensors", ".bin")
 _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
@@ -53,9 +56,7 @@ class SampleConfig:
     class_labels: tuple[str, ...] | None = option(
         None, "names or numbers of classes, used in turn; all classes by default", metavar="NAME"
     )
-    scheduler: str | None = option(
-        None, f"one of {', '.join(SCHEDULERS)}; the model's own scheduler by default", metavar="NAME"
-    )
+    scheduler: str | None = option(None, "scheduler; the model's own by default", choices=SCHEDULERS)
     num_inference_steps: int = option(50, "number of denoising steps", at_least=1, metavar="N")
     guidance_scale: float | None = option(
         None,
@@ -95,6 +96,7 @@ class Sampling:
             **asdict(config),
             "guidance_scale": _guidance_scale(pipe, config),
             "sampler": type(pipe.scheduler).__name__,
+            "weights": _weights_version(pipe, config),
         }
         _check_folder(folder, self._settings)
 
@@ -125,13 +127,9 @@ class Sampling:
         self.pipe.set_progress_bar_config(disable=True)
         layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
         total = self.num_images if team.num_processes == 1 else len(share)
-        with tqdm(
-            total=total,
-            initial=total - len(share),
-            desc=str(self.folder),
-            bar_format=layout,
-            disable=not team.is_main_process,
-        ) as bar:
+        hidden = not team.is_main_process
+        bar = tqdm(desc=str(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden)
+        with bar:
             for start in range(0, len(share), self.batch_size):
                 batch = share[start : start + self.batch_size]
                 for k, image in zip(batch, self._make_batch(batch, bar)):
@@ -144,15 +142,11 @@ class Sampling:
             bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
             return tensors
 
-        values, config = self._values, self.config
-        arguments = {self._condition: [values[k % len(values)] for k in batch] if values else len(batch)}
-        optional = {
-            "negative_prompt": config.negative_prompt,
-            "height": config.height,
-            "width": config.width,
-            "guidance_scale": config.guidance_scale,
-        }
-        arguments |= {name: value for name, value in optional.items() if value is not None}
+        config = self.config
+        options = ("negative_prompt", "height", "width", "guidance_scale")
+        arguments = {name: getattr(config, name) for name in options if getattr(config, name) is not None}
+        values = self._values
+        arguments[self._condition] = [values[k % len(values)] for k in batch] if values else len(batch)
         return self.pipe(
             **arguments,
             num_inference_steps=config.num_inference_steps,
@@ -174,14 +168,10 @@ def choose_device(name: str | None) -> torch.device:
 
 def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
     """Return a scheduler with the noise schedule of the current one, which the model was trained with."""
-    if name not in SCHEDULERS:
-        suggestion = did_you_mean(name.replace("pp", "++"), SCHEDULERS)  # people write dpmpp
-        raise UserError(f"unknown scheduler {name!r}{suggestion}; accepted: {', '.join(SCHEDULERS)}")
     class_name, changes = SCHEDULERS[name]
     if "beta_schedule" not in current.config:
-        raise UserError(
-            f"scheduler {name!r} needs a beta schedule, which the model's own {type(current).__name__} does not have"
-        )
+        own = type(current).__name__
+        raise UserError(f"scheduler {name!r} needs a beta schedule, which the model's own {own} does not have")
     return getattr(diffusers, class_name).from_config(current.config, **changes)
 
 
@@ -216,39 +206,51 @@ def _guidance_scale(pipe: SamplingPipeline, config: SampleConfig) -> float | Non
     return config.guidance_scale if parameter is None or config.guidance_scale is not None else parameter.default
 
 
+def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None:
+    """Return what changes with the weights: the size and time of a folder's files, or the commit on the Hub."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        index = try_to_load_from_cache(config.model, pipe.config_name, revision=config.revision)
+        return Path(index).parent.name if isinstance(index, str) else None
+    files = [file for name in pipe.components for file in (folder / name).glob("*") if file.suffix in WEIGHTS_SUFFIXES]
+    if not files:
+        return None
+    size = sum(file.stat().st_size for file in files)
+    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), timezone.utc)
+    return f"{size:,} bytes of {newest.isoformat()}"
+
+
 def _check_folder(folder: Path, settings: dict[str, Any]):
     """Reject a folder with images of other settings or of another origin."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"{folder} cannot be a folder: {existing} is a file; give another --output_dir")
     before = read_sample_settings(folder)
-    if before is None and (any(folder.glob("*.png")) or (folder / SAMPLE_SETTINGS).exists()):
-        raise UserError(
-            f"{folder} has images or a {SAMPLE_SETTINGS} that this version of `scalelong sample` did not make: give "
-            "another --output_dir"
-        )
+    problem = None
+    if not existing.is_dir():
+        problem = f"cannot be a folder, because {existing} is a file"
+    elif before is None:
+        if any(folder.glob("*.png")) or (folder / SAMPLE_SETTINGS).exists():
+            problem = f"has images or a {SAMPLE_SETTINGS} that this version of `scalelong sample` did not make"
     # Settings without images may be left from a rejected call.
-    if sampled_numbers(folder) and (difference := _first_difference(before, settings)):
-        raise UserError(f"{folder} has images made with {difference}: give another --output_dir, or delete it")
+    elif sampled_numbers(folder) and (difference := _first_difference(before, settings)):
+        problem = f"has images made with {difference}"
+    if problem is not None:
+        raise UserError(f"{folder} {problem}: give another --output_dir, or delete it")
 
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """Return words like `seed 0, not 1` or `prompt 3 'a cat', not 'a dog'`."""
-    before, now = _flat(before), _flat(now)
-    for name in {**before, **now}:
-        if before.get(name) != now.get(name):
-            return f"{name} {before.get(name)!r}, not {now.get(name)!r}"
-    return None
 
+    def flat(settings: dict[str, Any]) -> dict[str, Any]:
+        entries = {**settings, "model": str(Path(settings["model"]))}  # a slash at its end makes no difference
+        for name, value in settings.items():
+            if isinstance(value, list | tuple):
+                del entries[name]
+                entries |= {f"{name} {k}": entry for k, entry in enumerate(value)}
+        return entries
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Give each entry of a list its own name, and a folder the same name with and without a slash at its end."""
-    flat = {**settings, "model": str(Path(settings["model"]))}
-    for name, value in settings.items():
-        if isinstance(value, list | tuple):
-            del flat[name]
-            flat |= {f"{name} {k}": entry for k, entry in enumerate(value)}
-    return flat
+    before, now = flat(before), flat(now)
+    changed = (name for name in {**before, **now} if before.get(name) != now.get(name))
+    return next((f"{name} {before.get(name)!r}, not {now.get(name)!r}" for name in changed), None)
 
 
 def read_sample_settings(folder: Path) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ OnResume = Literal["same", "free", "fixed"]
 @dataclass(frozen=True)
 class Option:
     """
-    What a field knows beside its name, type and default.
+    What a field knows in addition to its name, type and default.
 
     Args:
         help: the text in `--help`.
@@ -316,7 +316,7 @@ def parse_options(parser: ArgumentParser, config_class: type[Config], argv: Sequ
     try:
         return build_config(config_class, arguments)
     except UserError as error:
-        parser.error(as_flags(str(error), arguments))
+        parser.error(as_flags(str(error), [flag for flag, _, _ in options_of(config_class)]))
 
 
 def as_flags(message: str, flags: Collection[str]) -> str:

@@ -41,15 +41,13 @@ def run_on_all_processes(function: Callable[[], Result]) -> Result:
         result = function()
     except Exception as raised:
         error = raised
-    reason = None if error is None else _one_line(error)
+    reason = None if error is None else " ".join(str(error).split()) or type(error).__name__
     outcomes = gather_object([(reason, isinstance(error, WorkSkipped))])
     failures = [reason for reason, is_skipped in outcomes if reason and not is_skipped]
     if error is not None and (not failures or not isinstance(error, WorkSkipped)):
         raise error
-    if failures:
-        raise OtherProcessFailed(failures[0])
-    for reason, _ in filter(all, outcomes):
-        raise WorkSkipped(reason)
+    for reason in failures or [reason for reason, _ in outcomes if reason]:
+        raise (OtherProcessFailed if failures else WorkSkipped)(reason)
     return result
 
 
@@ -59,20 +57,7 @@ def run_on_main_process(function: Callable[[], Result]) -> Result:
 
     If it fails, the others raise `OtherProcessFailed` with the same message.
     """
-    outcome, error = [None, None], None
-    if processes().is_main_process:
-        try:
-            outcome[0] = function()
-        except Exception as raised:
-            error, outcome[1] = raised, _one_line(raised)
-    broadcast_object_list(outcome)
-    if error is not None:
-        raise error
-    result, failure = outcome
-    if failure is not None:
-        raise OtherProcessFailed(failure)
-    return result
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    is_main = processes().is_main_process
+    result = [run_on_all_processes(lambda: function() if is_main else None)]
+    broadcast_object_list(result)
+    return result[0]

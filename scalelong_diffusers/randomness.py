@@ -1,5 +1,5 @@
 """
-Random numbers by name: each depends on a seed and on what it is for, never on what was drawn before.
+Random numbers by name: each depends on a seed and a purpose, never on what was drawn before.
 
 Draws on the host use [`generator_for`]. Draws on the device use a counter-based generator: number i of a stream is a
 pure function of (key, i). So nothing is copied from the host, and every split of a batch gives the same values.

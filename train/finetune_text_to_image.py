@@ -21,7 +21,6 @@ from torch import nn
 
 from scalelong_diffusers.training import (
     Batch,
-    DataConfig,
     MonitoringConfig,
     OptimizationConfig,
     RunConfig,
@@ -30,14 +29,14 @@ from scalelong_diffusers.training import (
     parse_config,
     run_script,
 )
-from scalelong_diffusers.training.fine_tuning_run import FineTuning
+from scalelong_diffusers.training.fine_tuning_run import FineTuning, FineTuningDataConfig
 from scalelong_diffusers.training.text import grid_prompts, held_out_captions
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(RunConfig):
-    # Like diffusers' own script: a constant learning rate and no EMA. Resolution and scaling are the pipeline's own.
-    data: DataConfig = field(default_factory=lambda: DataConfig(resolution=None))
+    # Like diffusers' own script: a constant learning rate and no EMA.
+    data: FineTuningDataConfig = field(default_factory=FineTuningDataConfig)
     optimization: OptimizationConfig = field(
         default_factory=lambda: OptimizationConfig(learning_rate=1e-5, lr_scheduler="constant", use_ema=False)
     )

@@ -1,12 +1,18 @@
 """The command `scalelong`. A user's error prints one line to stderr and exits with code 2."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import HTTPError
+
 from scalelong_diffusers import __version__
 from scalelong_diffusers.cli import convert, evaluate, inspect, kappa, presets, sample
 from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.evaluation.images import SHAPES
+from scalelong_diffusers.evaluation.metrics import INCEPTION
 from scalelong_diffusers.options import ArgumentParser, as_flags
 
 
@@ -14,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
+        _use_cache_if_offline(arguments)
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code
@@ -21,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has stopped, as `head` does. Without this, Python would try to flush again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # the code of a program that SIGPIPE ends
+    except KeyboardInterrupt:
+        print("scalelong: interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
     except UserError as error:
         message = as_flags(" ".join(str(error).split()), vars(arguments))
         print(f"scalelong: {message}", file=sys.stderr)
@@ -37,3 +47,18 @@ def _parse(argv: Sequence[str]):
         suggestion = did_you_mean(argv[0], commands.choices)
         parser.error(f"unknown command {argv[0]!r}{suggestion}; accepted: {', '.join(commands.choices)}")
     return parser.parse_args(argv)
+
+
+def _use_cache_if_offline(arguments: argparse.Namespace):
+    """
+    Switch to the Hub's offline mode if a command reads from the Hub and the Hub cannot be reached.
+
+    Otherwise the Hub's client would retry for half a minute for each file before it uses its cache.
+    """
+    sources = {vars(arguments).get(name) for name in ("model", "reference", "features")} - {None, SHAPES, INCEPTION}
+    if constants.HF_HUB_OFFLINE or all(map(os.path.exists, sources)):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HTTPError:
+        constants.HF_HUB_OFFLINE = True

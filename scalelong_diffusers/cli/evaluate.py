@@ -8,14 +8,16 @@ import platform
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib import util
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scalelong_diffusers.cli.flags import AliasedGroup, use_cache_if_offline
-from scalelong_diffusers.data.sources import fixed_permutation
+from scalelong_diffusers.cli.sample import AliasedGroup
+from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.data.images import fixed_permutation
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.evaluate import (
@@ -25,21 +27,19 @@ from scalelong_diffusers.evaluation.evaluate import (
     reference_statistics,
     with_progress,
 )
-from scalelong_diffusers.evaluation.image_files import ImageFiles
-from scalelong_diffusers.evaluation.metrics import check_features_kept, parse_metrics
-from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.reference import (
+from scalelong_diffusers.evaluation.images import (
     SHAPES,
     SPLITS,
+    ImageFiles,
     Reference,
     check_reference,
     default_cache_dir,
     is_statistics,
     open_reference,
 )
-from scalelong_diffusers.evaluation.statistics import INCEPTION, FeatureStatistics
-from scalelong_diffusers.options import build_config, check_options, option, options_of
-from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.evaluation.metrics import INCEPTION, FeatureStatistics, check_features_kept, parse_metrics
+from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
+from scalelong_diffusers.options import add_options, build_config, check_options, option, options_of
 from scalelong_diffusers.pipelines.loading import load_pipeline
 from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampling, choose_device, read_sample_settings
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
@@ -78,20 +78,18 @@ class EvaluateConfig:
         check_options(self)
 
 
-@dataclass(frozen=True)
-class ReferenceConfig:
-    """How to read a reference that is a dataset. Fields that are None keep the defaults of `DataConfig`."""
-
-    split: str | None = option(None, "train by default", choices=SPLITS)
-    dataset_config_name: str | None = option(None, "config of the dataset", metavar="NAME")
-    dataset_revision: str | None = option(None, "branch, tag or commit of the dataset", metavar="NAME")
-    image_column: str | None = option(None, "image column, if not detected", metavar="NAME")
-    caption_column: str | None = option(None, "caption column, if not detected", metavar="NAME")
-    crop_size: int | None = option(None, "cut this square at the center before resizing", metavar="PIXELS")
-    image_interpolation_mode: str | None = option(None, "how images are resized; lanczos by default", metavar="MODE")
-    on_bad_image: str | None = option(None, "skip replaces an unreadable image", choices=("error", "skip"))
-    dataloader_num_workers: int | None = option(None, "processes that read images", metavar="N")
-    num_shapes: int | None = option(None, "size of the built-in dataset; 10000 by default", metavar="N")
+# The options of `DataConfig` that a reference can have.
+REFERENCE_OPTIONS = (
+    "dataset_config_name",
+    "dataset_revision",
+    "image_column",
+    "caption_column",
+    "crop_size",
+    "image_interpolation_mode",
+    "on_bad_image",
+    "dataloader_num_workers",
+    "num_shapes",
+)
 
 
 def add_command(commands: argparse._SubParsersAction):
@@ -105,27 +103,34 @@ def add_command(commands: argparse._SubParsersAction):
     )
     parser.add_argument("model", help="a pipeline (a local folder or an id on the Hub), or a folder of images")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    AliasedGroup(parser, "evaluation").add_options(EvaluateConfig)
+    add_options(AliasedGroup(parser, "evaluation"), EvaluateConfig)
     images = AliasedGroup(parser, "images, if a pipeline makes them")
     images.add_argument("--output_dir", type=Path, metavar="DIR", help="their folder; evaluation/NAME by default")
     images.add_argument(
         "--prompt_file",
-        type=Path,
+        type=_read_prompts,
         metavar="FILE",
         help="prompts, one per line; the captions of the reference by default",
     )
-    images.add_options(SampleConfig, without=_NOT_EVALUATED)
-    AliasedGroup(parser, "reference, if it is a dataset").add_options(ReferenceConfig)
+    add_options(images, SampleConfig, without=_NOT_EVALUATED)
+    data = parser.add_argument_group("reference, if it is a dataset")
+    data.add_argument("--split", choices=SPLITS, help="train by default")
+    others = {flag for flag, _, _ in options_of(DataConfig)}.difference(REFERENCE_OPTIONS)
+    add_options(data, DataConfig, without=others)
     parser.set_defaults(run=run)
 
 
+def _read_prompts(file: str) -> list[str]:
+    lines = Path(file).read_text(encoding="utf-8").splitlines() if os.path.isfile(file) else []
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise argparse.ArgumentTypeError(f"{file} does not exist or is empty")
+    return prompts
+
+
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        team = processes()
-        result = _evaluate(arguments)
-    except KeyboardInterrupt:
-        print("scalelong: interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+    team = processes()
+    result = _evaluate(arguments)
     if team.is_main_process:
         for warning in result["warnings"]:
             print(f"scalelong: warning: {warning}", file=sys.stderr)
@@ -137,16 +142,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(EvaluateConfig, given)
-    use_cache_if_offline(*({config.model, config.reference, config.features} - {SHAPES, INCEPTION}))
-    data = {flag: given[flag] for flag, _, _ in options_of(ReferenceConfig) if flag in given}
-    evaluation = Evaluation(config, data)
-    is_folder = os.path.isdir(config.model) and not Path(config.model, "model_index.json").is_file()
-    if not is_folder:
+    evaluation = Evaluation(config, {flag: given[flag] for flag in ("split", *REFERENCE_OPTIONS) if flag in given})
+    folder = Path(config.model)
+    if not folder.is_dir() or (folder / "model_index.json").is_file():
         return _evaluate_pipeline(evaluation, given)
     flags = ["output_dir", "prompt_file", *(flag for flag, _, _ in options_of(SampleConfig))]
     if unused := [flag for flag in flags if flag in given]:
         raise UserError(f"--{unused[0]} needs a pipeline, and {config.model} is not one: it has no model_index.json")
-    return _evaluate_folder(evaluation)
+    images = ImageFiles.of_folder(folder, config.num_images)
+    reference = evaluation.open_reference(images.width, images.height, images.channels)
+    return evaluation.measure(images, evaluation.statistics(reference), _settings(folder), folder)
 
 
 @dataclass(frozen=True)
@@ -159,12 +164,13 @@ class Evaluation:
     def __post_init__(self):
         reference = self.config.reference
         check_reference(reference)
-        if is_statistics(reference):
-            if self.data:
-                raise UserError(f"--{next(iter(self.data))} needs a dataset, and {reference} is a file of statistics")
-            check_features_kept(self.metrics, self.stored_statistics)
-        if "num_shapes" in self.data and reference != SHAPES:
-            raise UserError(f"--num_shapes needs the built-in dataset {SHAPES!r}, and the reference is {reference}")
+        is_file, is_shapes = is_statistics(reference), reference == SHAPES
+        if unused := [flag for flag in self.data if is_file or (flag == "num_shapes" and not is_shapes)]:
+            needed = "a dataset" if is_file else f"the built-in dataset {SHAPES!r}"
+            raise UserError(f"--{unused[0]} needs {needed}, and the reference is {reference}")
+        metrics = self.metrics  # rejects unknown ones early
+        if is_file:
+            check_features_kept(metrics, self.stored_statistics)
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
@@ -191,10 +197,8 @@ class Evaluation:
             check_size(self.stored_statistics, self.config.reference, width, height)
             return None
         if width != height:
-            raise UserError(
-                f"the images have {width} x {height} pixels, but a dataset is cropped to squares: use a file of "
-                "statistics as the reference"
-            )
+            size = f"{width} x {height} pixels"
+            raise UserError(f"the images have {size}, but a dataset is cropped to squares: use a file of statistics")
         data = dict(self.data)
         if self.config.cache_dir is not None and self.config.reference != SHAPES:
             data["cache_dir"] = os.path.join(self.config.cache_dir, "datasets")
@@ -215,6 +219,7 @@ class Evaluation:
         team = processes()
         share = images.batches(self.config.batch_size, team.num_processes, team.process_index)
         share = with_progress(share, len(images), self.config.batch_size, "features of the images")
+        installed = [name for name in VERSIONS_OF if util.find_spec(name.replace("-", "_"))]
         result = {
             **evaluate_images(share, reference, self.extractor, self.metrics, settings.get("seed") or 0),
             "images": str(folder),
@@ -224,7 +229,7 @@ class Evaluation:
             "features": self.extractor.name,
             "features_fingerprint": self.extractor.fingerprint,
             "num_features": self.extractor.num_features,
-            "versions": _versions(),
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in installed}},
         }
         if team.is_main_process:
             try:
@@ -235,64 +240,31 @@ class Evaluation:
         return result
 
 
-def _evaluate_folder(evaluation: Evaluation) -> dict[str, Any]:
-    folder = Path(evaluation.config.model)
-    images = ImageFiles.of_folder(folder, evaluation.config.num_images)
-    reference = evaluation.open_reference(images.width, images.height, images.channels)
-    return evaluation.measure(images, evaluation.statistics(reference), _settings(folder), folder)
-
-
 def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[str, Any]:
     """Make the missing images and evaluate them. `given` holds the flags."""
+    if "prompt_file" in given:
+        if "prompt" in given:
+            raise UserError("--prompt and --prompt_file are both given; choose one of them")
+        given = {**given, "prompt": given["prompt_file"]}
     config = build_config(SampleConfig, given)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
     folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
     _ = evaluation.extractor  # fails before images are made, not after
     pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
     pipe.to(evaluation.device)
-    prompts = _read_prompts(given, config, pipe)
-    needs_captions = isinstance(pipe, ScaleLongTextToImagePipeline) and prompts is None
+    needs_captions = isinstance(pipe, ScaleLongTextToImagePipeline) and config.prompt is None
     height, width = pipe.image_size()
-    reference = evaluation.open_reference(width, height, _channels(pipe), needs_captions)
-    if needs_captions:
-        prompts = _captions(reference, n, config.model)
+    channels = pipe.unet.config.in_channels if pipe.vae is None else pipe.vae.config.out_channels
+    reference = evaluation.open_reference(width, height, 1 if channels == 1 else 3, needs_captions)
+    if needs_captions and reference is not None:
+        # In a fixed random order, because the dataset may be sorted.
+        order = fixed_permutation(len(reference))[:n].tolist()
+        config = dataclasses.replace(config, prompt=tuple(reference.source.captions(k)[0] for k in order))
     # Rejects what cannot be sampled before the statistics are computed, which may take hours.
-    config = dataclasses.replace(config, prompt=prompts)
     sampling = Sampling(pipe, config, folder, n, evaluation.config.batch_size)
     statistics = evaluation.statistics(reference)
     sampling.make()
     return evaluation.measure(ImageFiles.sampled(folder, n), statistics, _settings(folder), folder)
-
-
-def _read_prompts(given: dict[str, Any], config: SampleConfig, pipe: SamplingPipeline) -> list[str] | None:
-    """Return the prompts of `--prompt` or `--prompt_file`, or None if neither is given."""
-    if "prompt_file" not in given:
-        return given.get("prompt")
-    if "prompt" in given:
-        raise UserError("--prompt and --prompt_file are both given; choose one of them")
-    file = given["prompt_file"]
-    if not isinstance(pipe, ScaleLongTextToImagePipeline):
-        kind = type(pipe).__name__
-        raise UserError(f"--prompt_file needs a text-to-image pipeline, and {config.model} is a {kind}")
-    if not file.is_file():
-        raise UserError(f"--prompt_file {file} does not exist")
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise UserError(f"--prompt_file {file} is empty")
-    return lines
-
-
-def _channels(pipe: SamplingPipeline) -> int:
-    """Return 1 for a pipeline of gray images and 3 for all others."""
-    channels = pipe.unet.config.in_channels if pipe.vae is None else pipe.vae.config.out_channels
-    return 1 if channels == 1 else 3
-
-
-def _captions(reference: Reference | None, n: int, model: str) -> list[str]:
-    """Return the captions of up to n images, in a fixed random order because the dataset may be sorted."""
-    if reference is None:
-        raise UserError(f"{model} needs prompts, and a file of statistics has no captions: give --prompt_file FILE")
-    return [reference.source.captions(k)[0] for k in fixed_permutation(len(reference))[:n].tolist()]
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -301,16 +273,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     if settings is None:
         return {}
     names = ("model", "revision", "sampler", "num_inference_steps", "guidance_scale", "seed", "dtype")
-    return {**{name: settings[name] for name in names}, "ema": _uses_ema(settings["model"])}
-
-
-def _uses_ema(model: str) -> bool | None:
-    """Return whether a training run saved its EMA weights, or None if the folder does not tell."""
+    model = Path(settings["model"])
     try:
-        settings = read_json(model, "settings.json") if Path(model).is_dir() else None
+        run_settings = read_json(model, "settings.json") if model.is_dir() else None
     except UserError:  # a file of that name that is not a run's
-        return None
-    return settings and settings.get("use_ema")
+        run_settings = None
+    return {**{name: settings[name] for name in names}, "ema": run_settings and run_settings.get("use_ema")}
 
 
 def _about_reference(statistics: FeatureStatistics, reference: str, file: Path) -> dict[str, Any]:
@@ -325,16 +293,6 @@ def _about_reference(statistics: FeatureStatistics, reference: str, file: Path) 
         **about,
         "statistics": str(file) if file.is_file() else None,  # None if it cannot be written
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in VERSIONS_OF:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # an optional package
-            continue
-    return versions
 
 
 def _report(result: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these modules define the classes that are found by name
-from scalelong_diffusers.cli.flags import use_cache_if_offline
 from scalelong_diffusers.download import HubUnreachable, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.mixin import scaled_class_by_name
@@ -30,7 +29,6 @@ def add_command(commands: argparse._SubParsersAction):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    use_cache_if_offline(arguments.model)
     config = SkipScalingConfig.from_flags(vars(arguments))
     skips = skip_connections(model_skeleton(arguments.model, config))
     if arguments.json:
@@ -50,11 +48,11 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
         skip_scaling: replaces the skip scaling in the model's config.
     """
     config = _load_model_config(source)
-    if "_class_name" not in config:
-        raise UserError(f"{source} is not a model: its {ModelMixin.config_name} has no '_class_name'")
-    model_class = scaled_class_by_name(config["_class_name"])
+    class_name = config.get("_class_name")
+    model_class = None if class_name is None else scaled_class_by_name(class_name)
     if model_class is None:
-        raise UserError(f"{source}: {config['_class_name']} has no long skip connections that can be scaled")
+        found = class_name or "a model without a _class_name"
+        raise UserError(f"{source}: {found} has no long skip connections that can be scaled")
     replaced = {} if skip_scaling is None else {"skip_scaling": skip_scaling}
     with torch.device("meta"):
         return model_class.from_config(config, **replaced)
@@ -62,35 +60,23 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
 
 def _load_model_config(source: str) -> dict[str, Any]:
     """Return the config of a model, or of the component of a pipeline that can be scaled."""
-    config = _read_json(source, ModelMixin.config_name)
+    try:
+        config = read_json(source, ModelMixin.config_name)
+    except HubUnreachable:  # a pipeline in the cache, of which nobody has tried to read this file
+        config = None
     if config is not None:
         return config
     index = read_json(source, DiffusionPipeline.config_name)
     if index is None:
-        raise UserError(
-            f"{source} is not a model or a pipeline: it has no {ModelMixin.config_name} and no "
-            f"{DiffusionPipeline.config_name}{_advice(Path(source))}"
-        )
+        names = f"{ModelMixin.config_name} and no {DiffusionPipeline.config_name}"
+        model = Path(source, "unet")
+        advice = f"; inspect {model} instead" if (model / ModelMixin.config_name).is_file() else ""  # a checkpoint
+        raise UserError(f"{source} is not a model or a pipeline: it has no {names}{advice}")
     components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     for name, class_name in components.items():
         if class_name and scaled_class_by_name(class_name):
             config = read_json(source, f"{name}/{ModelMixin.config_name}")
-            if config is None:
-                raise UserError(f"{source} lacks {name}/{ModelMixin.config_name}, which its pipeline needs")
-            return config
+            if config is not None:
+                return config
     names = ", ".join(class_name for class_name in components.values() if class_name)
-    raise UserError(f"{source}: none of its components ({names}) has long skip connections that can be scaled")
-
-
-def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """Return a JSON file, or None if it does not exist or is not in the cache of an unreachable Hub."""
-    try:
-        return read_json(source, name)
-    except HubUnreachable:
-        return None
-
-
-def _advice(folder: Path) -> str:
-    """Return advice for a checkpoint, whose model is in a subfolder."""
-    model = folder / "unet"
-    return f"; inspect {model} instead" if (model / ModelMixin.config_name).is_file() else ""
+    raise UserError(f"{source}: no component ({names}) has a config and long skip connections that can be scaled")

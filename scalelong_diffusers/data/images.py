@@ -35,10 +35,9 @@ def read_image(file: str | bytes) -> Image.Image:
             return _with_eight_bits(image)
     except MemoryError:
         raise
-    except Image.UnidentifiedImageError as error:
-        raise UserError("not an image that Pillow can open") from error
     except Exception as error:  # Pillow's decoders raise errors of many types
-        raise UserError(str(error)) from error
+        is_unknown = isinstance(error, Image.UnidentifiedImageError)
+        raise UserError("not an image that Pillow can open" if is_unknown else str(error)) from error
 
 
 def _with_eight_bits(image: Image.Image) -> Image.Image:
@@ -64,6 +63,11 @@ def is_gray(image: Image.Image) -> bool:
         return True
     pixels = np.asarray(with_channels(image, 3))
     return bool((pixels == pixels[..., :1]).all())
+
+
+def fixed_permutation(count: int) -> np.ndarray:
+    """Return the same random permutation each time, so that the first images represent a sorted dataset."""
+    return np.random.default_rng(0).permutation(count)
 
 
 def spread_indices(count: int) -> np.ndarray:

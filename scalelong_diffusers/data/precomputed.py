@@ -7,6 +7,7 @@ are held out for validation as without precomputing.
 
 import dataclasses
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from scalelong_diffusers.data.batch import Batch, Draws
 from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.images import Transform, UnreadableImage
+from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, checksum
 
@@ -32,7 +34,6 @@ RERUN = "run the same precompute_latents.py command again"
 # others have one per row.
 _LARGE = ("moments", "mirrored_moments", "text_states")
 _CHECKSUMS = ".checksums"
-_FILE_ERRORS = (SafetensorError, OSError, KeyError)
 
 
 class PrecomputedDataset:
@@ -48,15 +49,16 @@ class PrecomputedDataset:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         index = read_index(self.folder)
-        if index is None:
-            raise UserError(
-                f"precomputed_dir: {folder} has no {INDEX_FILE}; precompute_latents.py creates such folders"
-            )
-        if not index["finished"]:
-            raise UserError(f"the precomputed latents in {folder} are unfinished: {RERUN} to resume")
+        if index is None or not index["finished"]:
+            raise UserError(f"the precomputed latents in {folder} are missing or unfinished: {RERUN} to resume")
         self.made_of: dict[str, Any] = index["made_of"]
         self.images: dict[str, Any] = index["images"]
-        self._check_sizes(index["splits"])
+        # Checksums are verified when rows are read: verifying all of them here could take an hour.
+        for name, split in index["splits"].items():
+            for number, size in enumerate(split["bytes"]):
+                file = shard_path(self.folder, name, number)
+                with _damage_errors(file):
+                    _verify(file, file.stat().st_size == size, f", it should have {size:,} bytes")
         if self.has("text_states"):
             self.empty_caption = _load_empty_caption(self.folder)
         rows_per_shard = self.made_of["rows_per_shard"]
@@ -64,18 +66,6 @@ class PrecomputedDataset:
             name: PrecomputedSplit(self.folder, name, split["rows"], rows_per_shard)
             for name, split in index["splits"].items()
         }
-
-    def _check_sizes(self, splits: dict[str, dict]):
-        # Checksums are verified when rows are read: verifying all of them here could take an hour.
-        for name, split in splits.items():
-            for number, size in enumerate(split["bytes"]):
-                file = shard_path(self.folder, name, number)
-                found = file.stat().st_size if file.exists() else None
-                if found != size:
-                    problem = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-                    raise UserError(
-                        f"the precomputed latents in {self.folder} are damaged: {file.name} {problem}; {RERUN}"
-                    )
 
     def check(self, config: DataConfig, needs_labels: bool, needs_captions: bool):
         """Raise a `UserError` if the folder does not have what a config needs."""
@@ -87,14 +77,9 @@ class PrecomputedDataset:
             if is_needed and not self.has(column):
                 raise UserError(f"the precomputed latents in {self.folder} have no {missing}: precompute with {flag}")
         wanted = transform_settings(config, self.images["channels"])
-        changed = [name for name, value in self.made_of["transform"].items() if value != wanted[name]]
-        if changed:
-            before = ", ".join(f"{name}={self.made_of['transform'][name]!r}" for name in changed)
-            now = ", ".join(f"{name}={wanted[name]!r}" for name in changed)
-            raise UserError(
-                f"the precomputed latents in {self.folder} are of images with {before}, but the config has {now}: use "
-                "the same settings, or precompute again"
-            )
+        for name, value in self.made_of["transform"].items():
+            if value != wanted[name]:
+                raise UserError(f"{self.folder} holds latents of images with {name}={value!r}, got {wanted[name]!r}")
 
     def has(self, column: str) -> bool:
         """Return whether a column was precomputed."""
@@ -104,10 +89,8 @@ class PrecomputedDataset:
         """Raise a `UserError` if an encoder is not the one that was used. `kind`: "autoencoder" or "text_encoder"."""
         used = self.made_of[kind]
         if used["checksum"] != checksum:
-            raise UserError(
-                f"the precomputed latents in {self.folder} were computed with the {kind} {used['name']} (weights "
-                f"{used['checksum']}), got {name} (weights {checksum}): use the same one, or precompute again"
-            )
+            before, now = f"{used['name']} (weights {used['checksum']})", f"{name} (weights {checksum})"
+            raise UserError(f"the latents in {self.folder} were computed with the {kind} {before}, got {now}")
 
     def text_states(self, batch: Batch, dropped: torch.Tensor) -> torch.Tensor:
         """Return the text states of a batch. Where the bool tensor `dropped` is True, the caption counts as empty."""
@@ -180,8 +163,7 @@ class Shard:
         names, metadata = self._handle.keys(), self._handle.metadata() or {}
         self.small = {name: self._handle.get_tensor(name) for name in names if name not in _LARGE}
         self._large = {name: self._handle.get_slice(name) for name in names if name in _LARGE}
-        if metadata["checksum"] != _checksum_of_rest(self.small, metadata):
-            raise UnreadableImage(f"{file} is damaged: {RERUN}")
+        _verify(file, metadata["checksum"] == _checksum_of_rest(self.small, metadata))
         self.unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
         self.captions = json.loads(metadata["captions"])
         self.first_caption = [0]
@@ -191,8 +173,8 @@ class Shard:
     def entry(self, column: str, number: int) -> torch.Tensor:
         """Read one entry of a large column as float32."""
         entry = self._large[column][number : number + 1][0]
-        if _entry_checksum(entry) != int(self.small[column + _CHECKSUMS][number]):
-            raise UnreadableImage(f"{self.file} is damaged in entry {number} of {column}: {RERUN}")
+        is_right = _entry_checksum(entry) == int(self.small[column + _CHECKSUMS][number])
+        _verify(self.file, is_right, f" in entry {number} of {column}")
         return entry.float()
 
     def check(self):
@@ -205,17 +187,29 @@ class Shard:
 @lru_cache(maxsize=256)
 def open_shard(file: Path) -> Shard:
     """Open a shard, or return the one that is open."""
-    try:
+    with _damage_errors(file):
         return Shard(file)
-    except _FILE_ERRORS as error:
+
+
+@contextmanager
+def _damage_errors(file: Path):
+    try:
+        yield
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
         raise UnreadableImage(f"{file} is damaged ({' '.join(str(error).split())}): {RERUN}") from error
+
+
+def _verify(file: Path, is_right: bool, where: str = ""):
+    if not is_right:
+        raise UnreadableImage(f"{file} is damaged{where}: {RERUN}")
 
 
 def is_complete_shard(file: Path) -> bool:
     """Return whether a shard exists and all of its checksums are right."""
     try:
-        Shard(file).check()
-    except (*_FILE_ERRORS, UnreadableImage):
+        with _damage_errors(file):
+            Shard(file).check()
+    except UnreadableImage:
         return False
     return True
 
@@ -238,14 +232,9 @@ def save_empty_caption(folder: Path, states: torch.Tensor):
 
 def _load_empty_caption(folder: Path) -> torch.Tensor:
     file = folder / EMPTY_CAPTION_FILE
-    try:
-        states = load_file(file)["text_states"]
-        with safe_open(file, "pt") as handle:
-            expected = handle.metadata()["checksum"]
-    except (*_FILE_ERRORS, TypeError) as error:
-        raise UserError(f"{file} is damaged ({' '.join(str(error).split())}): {RERUN}") from error
-    if checksum(states) != expected:
-        raise UserError(f"{file} is damaged: {RERUN}")
+    with _damage_errors(file), safe_open(file, "pt") as opened:
+        states = opened.get_tensor("text_states")
+        _verify(file, checksum(states) == opened.metadata()["checksum"])
     return states.float()
 
 
@@ -278,16 +267,8 @@ def transform_settings(config: DataConfig, channels: int) -> dict[str, Any]:
 
 def read_index(folder: Path) -> dict[str, Any] | None:
     """Return the index of a folder of precomputed latents, or None if it has none."""
-    file = folder / INDEX_FILE
-    if not file.is_file():
-        return None
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    version = index.get("format_version") if isinstance(index, dict) else None
+    index = read_json(folder, INDEX_FILE) if folder.is_dir() else None
+    version = FORMAT_VERSION if index is None else index.get("format_version")
     if version != FORMAT_VERSION:
-        raise UserError(
-            f"{file} must have format_version {FORMAT_VERSION}, got {version}: precompute into a new folder"
-        )
+        raise UserError(f"{folder / INDEX_FILE} must have format_version {FORMAT_VERSION}, got {version}")
     return index

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
 
 import datasets
 import fsspec
@@ -23,15 +23,15 @@ from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.sources import RowGroups
+from scalelong_diffusers.data.stream import RowGroups
 from scalelong_diffusers.data.tables import (
-    VALIDATION_SPLITS,
     ImageTable,
-    MissingLabel,
+    data_folder,
     dataset_errors,
     files_by_split,
-    find_column,
+    find_columns,
     one_line,
+    open_splits,
 )
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
@@ -44,27 +44,12 @@ _OPENING_THREADS = 16
 _FILE_ERRORS = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
 
 
-class UnreadableShard(UserError):
-    """A file of a streamed dataset cannot be used. The message names it."""
-
-
-class ShardFile(Protocol):
-    """A file in row groups. `groups` are their numbers of rows and of bytes."""
-
-    path: str
-    schema: pa.Schema
-    groups: list[tuple[int, int]]
-
-    def read(self, group: int, columns: list[str]) -> pa.Table: ...
-
-    def largest(self, column: str) -> int | None:
-        """Return the largest number in a column (-1 if it is empty), or None if the file does not record it."""
-
-    def identity(self) -> str: ...
-
-
 class ParquetFile:
-    """A local or remote parquet file. Only the requested row groups and columns are fetched."""
+    """
+    A local or remote parquet file. Only the requested row groups and columns are fetched.
+
+    `groups` are the numbers of rows and bytes of its row groups.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -85,6 +70,7 @@ class ParquetFile:
             return pq.ParquetFile(file, metadata=self._footer, pre_buffer=True).read_row_group(group, columns=columns)
 
     def largest(self, column: str) -> int | None:
+        """Return the largest number in a column (-1 if it is empty), or None if the footer does not record it."""
         found = []
         for group in self._group_footers():
             chunks = map(group.column, range(group.num_columns))
@@ -108,7 +94,6 @@ class TarFile:
     def __init__(self, path: str):
         self.path = path
         self._samples: list[dict[str, tuple[int, int]]] = []
-        self._names: list[str] = []
         name = None
         with tarfile.open(path, "r:") as tar:
             for member in filter(tarfile.TarInfo.isfile, tar):
@@ -116,12 +101,14 @@ class TarFile:
                 sample = (PurePosixPath(member.name).parent, stem)
                 if sample != name:
                     self._samples.append({})
-                    self._names.append(stem)
                     name = sample
                 self._samples[-1][column.lower()] = (member.offset_data, member.size)
-            _check_tar_end(tar)
-        if not self._samples:
-            raise UserError("the archive is empty")
+            end = tar.offset
+        with open(path, "rb") as file:
+            file.seek(end)
+            # tarfile takes a truncated or invalid header for the end of the archive, which is a block of zeros.
+            if not self._samples or file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"the file is empty, or truncated at {end:,} bytes")
         self.schema = pa.schema([(column, _tar_column_type(column)) for column in sorted(self._samples[0])])
         self.groups = []
         for start in range(0, len(self._samples), _TAR_GROUP_SIZE):
@@ -130,45 +117,28 @@ class TarFile:
 
     def read(self, group: int, columns: list[str]) -> pa.Table:
         start = group * _TAR_GROUP_SIZE
-        return self._table(range(start, start + self.groups[group][0]), columns)
+        return self._table(self._samples[start : start + _TAR_GROUP_SIZE], columns)
 
     def largest(self, column: str) -> int:
-        labels = self._table(range(len(self._samples)), [column])[column].to_pylist()
+        labels = self._table(self._samples, [column])[column].to_pylist()
         return max((label for label in labels if label is not None), default=-1)
 
     def identity(self) -> str:
         return f"{os.path.basename(self.path)} {self._samples}"
 
-    def _table(self, samples: range, columns: list[str]) -> pa.Table:
+    def _table(self, samples: list[dict[str, tuple[int, int]]], columns: list[str]) -> pa.Table:
+        schema = pa.schema([self.schema.field(column) for column in columns])
         with open(self.path, "rb") as file:
-            values = {column: [self._read(file, sample, column) for sample in samples] for column in columns}
-        return pa.table(values, schema=pa.schema([self.schema.field(column) for column in columns]))
 
-    def _read(self, file: BinaryIO, sample: int, column: str) -> bytes | int | str | None:
-        if column not in self._samples[sample]:
-            return None
-        offset, size = self._samples[sample][column]
-        file.seek(offset)
-        content = file.read(size)
-        if len(content) != size:
-            raise UserError(f"the file is truncated at {file.tell():,} bytes")
-        kind = _tar_column_type(column)
-        if kind == pa.binary():
-            return content
-        try:
-            return int(content) if kind == pa.int64() else content.decode()
-        except ValueError as error:
-            accepted = "an integer" if kind == pa.int64() else "text in UTF-8"
-            name = f"{self._names[sample]}.{column}"
-            raise UserError(f"its member {name} must be {accepted}, but starts with {content[:20]!r}") from error
+            def read(place: tuple[int, int] | None, kind: pa.DataType) -> bytes | int | str | None:
+                if place is None:
+                    return None
+                file.seek(place[0])
+                content = file.read(place[1])
+                return content if kind == pa.binary() else int(content) if kind == pa.int64() else content.decode()
 
-
-def _check_tar_end(tar: tarfile.TarFile):
-    # Python takes a truncated or invalid header for the end of the archive, which is a block of zeros.
-    with open(tar.name, "rb") as file:
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise UserError(f"the file is truncated at {tar.offset:,} bytes")
+            values = {field.name: [read(sample.get(field.name), field.type) for sample in samples] for field in schema}
+        return pa.table(values, schema=schema)
 
 
 def _tar_column_type(column: str) -> pa.DataType:
@@ -202,10 +172,7 @@ class ShardTable:
         self.groups_in_memory = min(_MAX_GROUPS_IN_MEMORY, max(1, _MEMORY // max(1, largest)))
         self._in_memory: OrderedDict[int, ImageTable] = OrderedDict()  # most recently used last
         self._schema = self._common_schema(where)
-        kinds = ["image"] + ["label"] * needs_labels + ["caption"] * needs_captions
-        self._columns = {
-            kind: find_column(self._schema.names, kind, getattr(config, f"{kind}_column"), where) for kind in kinds
-        }
+        self._columns = find_columns(self._schema.names, config, needs_labels, needs_captions, where)
         self.class_names = self.num_classes = None
         if needs_labels:
             self._find_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
@@ -218,28 +185,28 @@ class ShardTable:
         return int(self.group_starts[-1])
 
     def image(self, index: int) -> Image.Image:
-        table, row = self._locate(index)
+        table, row = self.locate(index)
         return table.image(row)
 
     def label(self, index: int) -> int:
-        table, row = self._locate(index)
+        table, row = self.locate(index)
         return table.label(row)
 
     def captions(self, index: int) -> list[str]:
-        table, row = self._locate(index)
+        table, row = self.locate(index)
         return table.captions(row)
 
     def all_captions(self, groups: RowGroups) -> Iterator[str]:
         """Yield all captions of all rows, without reading the images."""
         for start, count in zip(groups.starts, groups.counts):
             group = self._group_of(start)
-            table = self._read_columns(group, ["caption"])
+            table = self.read_group(group, ["caption"])
             first = start - self.group_starts[group]
             for row in range(first, first + count):
                 yield from table.captions(row)
 
     def name(self, index: int) -> str:
-        table, row = self._locate(index)
+        table, row = self.locate(index)
         return table.name(row)
 
     def identity(self) -> str:
@@ -250,10 +217,7 @@ class ShardTable:
         last = self._groups[-1][0]
         return int(self.group_starts[next(i for i, (file, _) in enumerate(self._groups) if file is last)])
 
-    def read_group(self, group: int) -> ImageTable:
-        return self._read_columns(group, list(self._columns))
-
-    def _read_columns(self, group: int, kinds: list[str]) -> ImageTable:
+    def read_group(self, group: int, kinds: list[str]) -> ImageTable:
         file, number = self._groups[group]
         where = f"row group {number} of {os.path.basename(file.path)}"
         with _shard_errors(where):
@@ -267,12 +231,13 @@ class ShardTable:
     def _group_of(self, index: int) -> int:
         return int(np.searchsorted(self.group_starts, index, side="right")) - 1
 
-    def _locate(self, index: int) -> tuple[ImageTable, int]:
+    def locate(self, index: int) -> tuple[ImageTable, int]:
+        """Return the row group of a row, and the number of the row in it."""
         group = self._group_of(index)
         if group not in self._in_memory:
             if len(self._in_memory) == self.groups_in_memory:
                 self._in_memory.popitem(last=False)  # before reading, so that the memory is free
-            self._in_memory[group] = self.read_group(group)
+            self._in_memory[group] = self.read_group(group, list(self._columns))
         self._in_memory.move_to_end(group)
         return self._in_memory[group], index - int(self.group_starts[group])
 
@@ -280,10 +245,11 @@ class ShardTable:
         first = self._files[0]
         for file in self._files:
             if not file.schema.equals(first.schema):
-                raise UserError(
-                    f"all files of {where} must have the same columns: {os.path.basename(file.path)} has "
-                    f"{_describe(file.schema)}, {os.path.basename(first.path)} has {_describe(first.schema)}"
-                )
+                found = [
+                    f"{os.path.basename(path)} has {', '.join(f'{column.name} ({column.type})' for column in schema)}"
+                    for path, schema in ((file.path, file.schema), (first.path, first.schema))
+                ]
+                raise UserError(f"all files of {where} must have the same columns: {'; '.join(found)}")
         return first.schema
 
     def _find_classes(self, where: str, features: datasets.Features, classes_of: "ShardTable | None"):
@@ -294,69 +260,52 @@ class ShardTable:
             self.class_names, self.num_classes = classes_of.class_names, classes_of.num_classes
         elif self.class_names is not None:
             self.num_classes = len(self.class_names)
-        elif pat.is_integer(kind) and (largest := self._largest_label(column)) is not None:
-            self.num_classes = largest + 1
         else:
-            raise UserError(
-                f"streaming must know all classes in advance, and column {column!r} of {where} ({kind}) does not list "
-                "them; store it as datasets.ClassLabel"
-            )
-
-    def _largest_label(self, column: str) -> int | None:
-        largest = []
-        for file in self._files:
-            with _shard_errors(os.path.basename(file.path)):
-                largest.append(file.largest(column))
-        return None if None in largest else max(largest)
+            largest = []
+            for file in self._files if pat.is_integer(kind) else ():
+                with _shard_errors(os.path.basename(file.path)):
+                    largest.append(file.largest(column))
+            if not largest or None in largest:
+                found = f"column {column!r} of {where} ({kind})"
+                raise UserError(f"streaming needs a list of all classes: store {found} as datasets.ClassLabel")
+            self.num_classes = max(1, max(largest) + 1)
 
 
-def _open(path: str) -> ShardFile:
+def _open(path: str) -> ParquetFile | TarFile:
     with _shard_errors(os.path.basename(path)):
         return TarFile(path) if path.endswith(".tar") else ParquetFile(path)
 
 
 @contextmanager
 def _shard_errors(where: str):
-    """Turn errors of a damaged or missing file into an `UnreadableShard` that names it."""
+    """Turn errors of a damaged or missing file into a `UserError` that names it."""
     try:
         yield
+    except UserError:
+        raise
     except _FILE_ERRORS as error:
-        raise UnreadableShard(f"{where} cannot be read: {one_line(error)}") from error
-
-
-def _describe(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise UserError(f"{where} cannot be read: {one_line(error)}") from error
 
 
 def open_shards(config: DataConfig, needs_labels: bool, needs_captions: bool) -> tuple[ShardTable, ShardTable | None]:
     """Open the training split, and the validation split if there is one with labels."""
     files, where, features = _hub_files(config) if config.train_data_dir is None else _folder_files(config)
-    if "train" not in files:
-        raise UserError(f"{where} has no train split; it has {', '.join(files)}")
-    needs = (needs_labels, needs_captions)
-    train = ShardTable(files["train"], where, config, *needs, features)
-    for name in (name for name in VALIDATION_SPLITS if files.get(name)):
-        try:
-            split = ShardTable(files[name], f"{where}, split {name}", config, *needs, features, classes_of=train)
-            split.read_group(0)
-            return train, split
-        except UserError as error:
-            if not isinstance(error.__cause__, MissingLabel):
-                raise
-    return train, None
+
+    def open_split(files: list[str], where: str, train: ShardTable | None = None) -> ShardTable:
+        table = ShardTable(files, where, config, needs_labels, needs_captions, features, classes_of=train)
+        if train is not None:
+            table.locate(0)  # raises `MissingLabel` if the split has no labels
+        return table
+
+    return open_splits(files, where, open_split)
 
 
 def _folder_files(config: DataConfig) -> tuple[dict[str, list[str]], str, None]:
-    folder = Path(config.train_data_dir)
-    if not folder.is_dir():
-        raise UserError(f"train_data_dir: {folder} is not a folder")
-    files = files_by_split(folder.resolve(), ".parquet") or files_by_split(folder.resolve(), ".tar")
+    folder, where = data_folder(config)
+    files = files_by_split(folder, ".parquet") or files_by_split(folder, ".tar")
     if not files:
-        raise UserError(
-            f"the folder {folder.resolve().name} has no parquet or tar files to stream; without streaming, folders of "
-            "images are also read during training"
-        )
-    return files, f"the folder {folder.resolve().name}", None
+        raise UserError(f"{where} has no parquet or tar files to stream; folders of images need no streaming")
+    return files, where, None
 
 
 def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
@@ -366,10 +315,8 @@ def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.
             name, config.dataset_config_name, revision=config.dataset_revision, cache_dir=config.cache_dir
         )
     files = {str(split): list(urls) for split, urls in builder.config.data_files.items()}
-    others = [url for urls in files.values() for url in urls if not url.endswith(".parquet")]
-    if others:
-        raise UserError(
-            f"only parquet files can be streamed from the Hub, and the dataset {name} has "
-            f"{os.path.basename(others[0])}; try dataset_revision='refs/convert/parquet'"
-        )
+    other = next((url for urls in files.values() for url in urls if not url.endswith(".parquet")), None)
+    if other is not None:
+        advice = "only parquet files can be streamed from the Hub; try dataset_revision='refs/convert/parquet'"
+        raise UserError(f"{name} has {os.path.basename(other)}, and {advice}")
     return files, name, builder.info.features

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from scalelong_diffusers.data.batch import Batch, Draws
 from scalelong_diffusers.data.images import Transform, UnreadableImage, to_pixel_values
-from scalelong_diffusers.data.sources import RowGroups, Source
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.randomness import generator_for
 
@@ -25,6 +25,41 @@ from scalelong_diffusers.randomness import generator_for
 logger = logging.getLogger(__name__)
 
 Tokenizer = Callable[[list[str]], torch.Tensor]
+
+
+class Source(Protocol):
+    """
+    Images by number, with their labels and captions.
+
+    `num_classes` is None without labels, `class_names` also if the classes are plain numbers. `image(index)` raises
+    `UnreadableImage`. `identity()` is a text that changes with the images, labels or captions.
+    """
+
+    class_names: list[str] | None
+    num_classes: int | None
+    description: str
+
+    def __len__(self) -> int: ...
+    def image(self, index: int) -> Image.Image: ...
+    def label(self, index: int) -> int: ...
+    def captions(self, index: int) -> list[str]: ...
+    def name(self, index: int) -> str: ...
+    def identity(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, as it is a cache key
+class RowGroups:
+    """The rows that a stream takes from each row group of a streamed dataset: `starts[i]` and `counts[i]` of them."""
+
+    starts: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def rows(self) -> np.ndarray:
+        """Return the numbers of all rows."""
+        return np.concatenate([np.arange(start, start + count) for start, count in zip(self.starts, self.counts)])
 
 
 class Rows(Protocol):
@@ -143,10 +178,8 @@ class Stream(Dataset):
                 if not self.skip_bad:
                     raise error.with_skip_advice() from error
                 unreadable.append(self.rows.name(index))
-        raise UnreadableImage(
-            f"none of the {self.num_samples:,} images of the {self.name} stream can be read, starting with "
-            f"{unreadable[0]}"
-        )
+        some = f"{self.num_samples:,} images of the {self.name} stream"
+        raise UnreadableImage(f"none of the {some} can be read, starting with {unreadable[0]}")
 
     def _row(self, position: int, skipped: int) -> int:
         """Return the row at a position, or the one that replaces it after `skipped` unreadable rows."""

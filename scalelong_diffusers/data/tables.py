@@ -6,8 +6,10 @@ Images are decoded here and not by `datasets`, so that error messages can name t
 
 import glob
 import os
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -30,6 +32,11 @@ COLUMNS = {
     "label": ("label", "labels", "class", "classes", "category", "fine_label", "target", "cls"),
     "caption": ("text", "caption", "captions", "texts", "prompt", "sentences", "description", "txt"),
 }
+_METADATA_ADVICE = {
+    "image": "",
+    "label": ", or put the images of each class into a separate subfolder",
+    "caption": ", or add them in a metadata.jsonl next to the images",
+}
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SPLITS = ("train", *VALIDATION_SPLITS)
 
@@ -39,13 +46,21 @@ def open_tables(
 ) -> tuple["ImageTable", "ImageTable | None"]:
     """Open the training split, and the validation split if there is one with labels."""
     splits, where = _load_hub(config) if config.train_data_dir is None else _load_folder(config)
+
+    def open_split(rows: Dataset, where: str, train: ImageTable | None = None) -> ImageTable:
+        return ImageTable(rows, where, config, needs_labels, needs_captions, classes_of=train)
+
+    return open_splits(splits, where, open_split)
+
+
+def open_splits(splits: dict[str, Any], where: str, open_split: Callable[..., Any]) -> tuple[Any, Any | None]:
+    """Open the training split, and the first validation split that has labels."""
     if "train" not in splits:
         raise UserError(f"{where} has no train split; it has {', '.join(splits)}")
-    needs = (needs_labels, needs_captions)
-    train = ImageTable(splits["train"], where, config, *needs)
+    train = open_split(splits["train"], where)
     for name in (name for name in VALIDATION_SPLITS if len(splits.get(name, ())) > 0):
         try:
-            return train, ImageTable(splits[name], f"{where}, split {name}", config, *needs, classes_of=train)
+            return train, open_split(splits[name], f"{where}, split {name}", train)
         except MissingLabel:  # the labels of test splits are often not published
             continue
     return train, None
@@ -61,40 +76,39 @@ def _load_hub(config: DataConfig) -> tuple[dict[str, Dataset], str]:
 @contextmanager
 def dataset_errors(config: DataConfig):
     """Turn errors of `datasets` about a dataset on the Hub into a `UserError`."""
-    name, revision = config.dataset_name, config.dataset_revision
+    name = config.dataset_name
     if os.path.isdir(name):
         raise UserError(f"dataset_name={name} is a local folder; pass it as train_data_dir")
     try:
-        with hub_errors(name, revision):
+        with hub_errors(name, config.dataset_revision):
             yield
-    except ConnectionError as error:
-        raise UserError(
-            f"cannot reach the Hub, and the dataset {name} is not in the cache; check the connection and "
-            "HF_HUB_OFFLINE, or use a local folder with train_data_dir"
-        ) from error
-    except FileNotFoundError as error:
-        at = f" at revision {revision!r}" if revision else ""
-        raise UserError(
-            f"cannot find the dataset {name}{at} on the Hub; if it is private or gated, log in with `hf auth login`; "
-            "if it is a local folder, use train_data_dir"
-        ) from error
     except UserError:
         raise
-    except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = one_line(error).split(" Example of usage")[0]
-        advice = "; choose one with dataset_config_name" if "config" in reason.lower() else ""
+    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
+        reason, advice = one_line(error).split(" Example of usage")[0].rstrip("."), ""
+        if isinstance(error, ConnectionError):
+            advice = "; check the connection and HF_HUB_OFFLINE"
+        elif isinstance(error, FileNotFoundError):
+            advice = "; if it is private or gated, log in with `hf auth login`; use train_data_dir for a local folder"
+        elif "config" in reason.lower():
+            advice = "; choose one with dataset_config_name"
         raise UserError(f"cannot load the dataset {name}: {reason}{advice}") from error
 
 
-def _load_folder(config: DataConfig) -> tuple[dict[str, Dataset], str]:
-    folder = Path(config.train_data_dir)
+def data_folder(config: DataConfig) -> tuple[Path, str]:
+    """Return the absolute `train_data_dir`, and how messages name it."""
+    folder = Path(config.train_data_dir).resolve()
     if not folder.is_dir():
-        raise UserError(f"train_data_dir: {folder} is not a folder")
-    where = f"the folder {folder.resolve().name}"
+        raise UserError(f"train_data_dir: {config.train_data_dir} is not a folder")
+    return folder, f"the folder {folder.name}"
+
+
+def _load_folder(config: DataConfig) -> tuple[dict[str, Dataset], str]:
+    folder, where = data_folder(config)
     try:
-        return _open_folder(folder.resolve(), config), where
-    except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        reason = one_line(error)
+        return _open_folder(folder, config), where
+    except (ValueError, OSError, IndexError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        reason = "it has no images" if isinstance(error, IndexError) else one_line(error)
         several = "from string to array" in reason or "from array to string" in reason
         advice = "; if some images have several captions, write the captions of all images as lists" if several else ""
         raise UserError(f"cannot load {where}: {reason}{advice}") from error
@@ -102,29 +116,20 @@ def _load_folder(config: DataConfig) -> tuple[dict[str, Dataset], str]:
 
 def _open_folder(folder: Path, config: DataConfig) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        saved = _load_saved(folder)
+        saved = datasets.load_from_disk(str(folder))
         return saved if isinstance(saved, DatasetDict) else {"train": saved}
     if parquet := files_by_split(folder, ".parquet"):
         kind, data_files = "parquet", {split: list(map(glob.escape, files)) for split, files in parquet.items()}
-    elif any(os.path.splitext(path)[1].lower() in Image.registered_extensions() for path in _files(folder)):
-        kind, data_files = "imagefolder", _split_images(folder)
     else:
-        raise UserError("found no images, no parquet files, and no dataset saved by datasets.save_to_disk")
+        kind, data_files = "imagefolder", _split_images(folder)
     loaded = datasets.load_dataset(kind, data_files=data_files, cache_dir=config.cache_dir)
-    return loaded if kind == "parquet" else {split: _without_sample_grids(rows) for split, rows in loaded.items()}
-
-
-def _without_sample_grids(images: Dataset) -> Dataset:
-    paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
-    kept = [row for row, path in enumerate(paths) if not is_sample_grid(path)]
-    return images if len(kept) == len(paths) else images.select(kept).flatten_indices()
-
-
-def _load_saved(folder: Path) -> Dataset | DatasetDict:
-    try:
-        return datasets.load_from_disk(str(folder))
-    except IndexError as error:  # raised by datasets if there are no rows
-        raise UserError("it has no images") from error
+    if kind == "imagefolder":
+        for split, images in loaded.items():
+            paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
+            kept = [row for row, path in enumerate(paths) if not is_sample_grid(path)]
+            if len(kept) < len(paths):
+                loaded[split] = images.select(kept).flatten_indices()
+    return loaded
 
 
 def _files(folder: Path) -> list[str]:
@@ -168,17 +173,19 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def find_column(columns: list[str], kind: str, given: str | None, where: str) -> str:
-    """Return the column of images, labels or captions: the given one, or one with a common name."""
-    listed = f"its columns: {', '.join(columns)}"
-    if given is not None:
-        if given not in columns:
-            raise UserError(f"{where} has no column {given!r}{did_you_mean(given, columns)}; {listed}")
-        return given
-    found = next((name for name in COLUMNS[kind] if name in columns), None)
-    if found is None:
-        metadata = ", or add them in a metadata.jsonl next to the images" if kind == "caption" else ""
-        raise UserError(f"found no {kind} column in {where}; {listed}; choose one with {kind}_column{metadata}")
+def find_columns(
+    columns: list[str], config: DataConfig, needs_labels: bool, needs_captions: bool, where: str
+) -> dict[str, str]:
+    """Return the needed columns by kind: the ones that the config names, or ones with common names."""
+    found = {}
+    for kind in ["image"] + ["label"] * needs_labels + ["caption"] * needs_captions:
+        given = getattr(config, f"{kind}_column")
+        name = next((name for name in (given and (given,)) or COLUMNS[kind] if name in columns), None)
+        if name is None:
+            wanted = f"column {given!r}{did_you_mean(given, columns)}" if given else f"{kind} column"
+            advice = f"choose one with {kind}_column{_METADATA_ADVICE[kind]}"
+            raise UserError(f"{where} has no {wanted}; its columns: {', '.join(columns)}; {advice}")
+        found[kind] = name
     return found
 
 
@@ -201,17 +208,15 @@ class ImageTable:
         # Keep the dataset instead of its table: it is pickled for workers as the name of its file.
         self._dataset = dataset
         self._where = where
-        if len(dataset) == 0:
-            raise UserError(f"{where} has no images")
-        self._image_column = self._find_column("image", config.image_column)
-        self._check_images()
-        self.labels = self.class_names = self.num_classes = self._caption_column = None
+        self._columns = find_columns(dataset.column_names, config, needs_labels, needs_captions, where)
+        kind = self._column("image").type
+        is_file = pat.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
+        is_image = is_file or pat.is_binary(kind) or pat.is_large_binary(kind)
+        self._check_type("image", is_image, "images must be stored as datasets.Image or as the bytes of a file")
+        self.labels = self.class_names = self.num_classes = None
         if needs_labels:
-            if config.train_data_dir is not None and config.label_column is None:
-                self._check_class_folders()
-            self._read_labels(self._find_column("label", config.label_column), classes_of)
+            self._read_labels(classes_of)
         if needs_captions:
-            self._caption_column = self._find_column("caption", config.caption_column)
             self._check_captions()
         self.description = f"{where}, {len(dataset):,} image{'s' if len(dataset) != 1 else ''}"
 
@@ -219,22 +224,19 @@ class ImageTable:
         return len(self._dataset)
 
     def image(self, index: int) -> Image.Image:
-        file = self._file(index)
         try:
-            if not file:
-                raise UserError(f"column {self._image_column!r} is empty")
-            return read_image(file)
+            return read_image(self._file(index))
         except UserError as error:
             raise UnreadableImage(f"{self.name(index)} cannot be read: {error}") from error
 
-    def _file(self, index: int) -> bytes | str | None:
+    def _file(self, index: int) -> bytes | str:
         """Return the content of an image file, or its path if the content is not stored."""
-        stored = self._column(self._image_column)[index].as_py()
-        return stored["bytes"] or stored["path"] if isinstance(stored, dict) else stored
+        stored = self._column("image")[index].as_py()
+        return (stored["bytes"] or stored["path"] if isinstance(stored, dict) else stored) or b""
 
     def name(self, index: int) -> str:
         """Return the path of an image, or its row if the image is stored in the table."""
-        stored = self._column(self._image_column)[index]
+        stored = self._column("image")[index]
         if pat.is_struct(stored.type) and stored.is_valid and not stored["bytes"].is_valid and stored["path"].is_valid:
             return stored["path"].as_py()
         return f"row {index} of {self._where}"
@@ -243,135 +245,83 @@ class ImageTable:
         return int(self.labels[index])
 
     def captions(self, index: int) -> list[str]:
-        stored = self._column(self._caption_column)[index].as_py()
+        stored = self._column("caption")[index].as_py()
         return stored if isinstance(stored, list) else [stored]
 
     def identity(self) -> str:
         """Identify the dataset by the names and sizes of its images, the content of 16, the labels and captions."""
         parts = [repr(self.class_names)]
-        parts += [repr(_names_and_sizes(chunk)) for chunk in self._column(self._image_column).chunks]
-        parts += [self._content(index) for index in np.linspace(0, len(self) - 1, 16).astype(int).tolist()]
+        parts += [repr(_names_and_sizes(chunk)) for chunk in self._column("image").chunks]
+        for index in np.linspace(0, len(self) - 1, 16).astype(int).tolist():
+            file = self._file(index)
+            if isinstance(file, str):
+                file = Path(file).read_bytes() if os.path.exists(file) else b""
+            parts.append(file)
         if self.labels is not None:
             parts.append(self.labels.tobytes())
-        if self._caption_column is not None:
-            parts += [repr(chunk.to_pylist()) for chunk in self._column(self._caption_column).chunks]
+        if "caption" in self._columns:
+            parts += [repr(chunk.to_pylist()) for chunk in self._column("caption").chunks]
         return checksum(*parts)
 
-    def _content(self, index: int) -> bytes:
-        file = self._file(index)
-        if isinstance(file, str):
-            return Path(file).read_bytes() if os.path.exists(file) else b""
-        return file or b""
+    def _column(self, kind: str) -> pa.ChunkedArray:
+        return self._dataset.data.column(self._columns[kind])
 
-    def _column(self, name: str) -> pa.ChunkedArray:
-        return self._dataset.data.column(name)
+    def _check_type(self, kind: str, is_right: bool, accepted: str):
+        if not is_right:
+            column = self._column(kind)
+            found = f"type {column.type} (row 0: {column[0].as_py()!r:.60})"
+            raise UserError(f"column {self._columns[kind]!r} of {self._where} has {found}; {accepted}")
 
-    def _find_column(self, kind: str, given: str | None) -> str:
-        return find_column(self._dataset.column_names, kind, given, self._where)
-
-    def _check_images(self):
-        kind = self._column(self._image_column).type
-        is_file = pat.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
-        if not is_file and not pat.is_binary(kind) and not pat.is_large_binary(kind):
-            raise self._wrong_type(
-                self._image_column, "images must be stored as datasets.Image or as the bytes of a file"
-            )
-
-    def _check_class_folders(self):
-        if self._dataset.column_names == [self._image_column]:
-            folders = [os.path.dirname(self.name(index)) for index in range(len(self))]
-            root = os.path.commonpath(folders)
-            loose = [index for index, folder in enumerate(folders) if folder == root]
-            if 0 < len(loose) < len(self):
-                raise UserError(
-                    f"{self._where} has classes in subfolders, but {len(loose)} of {len(self)} images are outside of "
-                    f"them: move {self.name(loose[0])} into the folder of a class, or remove it"
-                )
-            raise UserError(
-                f"{self._where} has no classes; move the images of each class into its own subfolder (cat/1.png, "
-                "dog/2.png; at least two), or add a metadata.csv with the columns file_name and label"
-            )
-
-    def _read_labels(self, name: str, classes_of: "ImageTable | None"):
-        column = self._column(name)
-        if column.null_count:
-            raise MissingLabel(f"{self.name(_first(pc.is_null(column)))} has no label in column {name!r}")
-        if pat.is_string(column.type) or pat.is_large_string(column.type):
-            self.class_names = classes_of.class_names if classes_of else sorted(pc.unique(column).to_pylist())
-            self._check_known_classes(name)
-            column = pc.index_in(column, pa.array(self.class_names, column.type))
-        elif pat.is_integer(column.type) or pat.is_boolean(column.type):
-            self.class_names = getattr(self._dataset.features[name], "names", None)
+    def _read_labels(self, classes_of: "ImageTable | None"):
+        column = self._column("label")
+        is_text = pat.is_string(column.type) or pat.is_large_string(column.type)
+        is_number = pat.is_integer(column.type) or pat.is_boolean(column.type)
+        self._check_type("label", is_text or is_number, "labels must be integers or class names")
+        labels = column
+        if is_text:
+            own = sorted(pc.unique(column.drop_null()).to_pylist())
+            self.class_names = classes_of.class_names if classes_of else own
+            labels = pc.index_in(column, pa.array(self.class_names, column.type))
         else:
-            raise self._wrong_type(name, "labels must be integers or class names")
-        self.labels = column.to_numpy().astype(np.int64)
-        self.num_classes = self._count_classes(classes_of)
-        self._check_label_range(name)
-
-    def _count_classes(self, classes_of: "ImageTable | None") -> int:
+            self.class_names = getattr(self._dataset.features[self._columns["label"]], "names", None)
+        self.labels = pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()
         if self.class_names is not None:
-            return len(self.class_names)
-        return classes_of.num_classes if classes_of else int(self.labels.max()) + 1
-
-    def _check_known_classes(self, name: str):
-        column = self._column(name)
-        unknown = pc.invert(pc.is_in(column, pa.array(self.class_names, column.type)))
-        if pc.any(unknown).as_py():
-            row = _first(unknown)
-            raise UserError(f"{self.name(row)} has class {column[row].as_py()!r}, which no training image has")
-
-    def _check_label_range(self, name: str):
-        if (self.labels == -1).any():
-            row = int((self.labels == -1).argmax())
-            raise MissingLabel(f"{self.name(row)} has no label: column {name!r} is -1")
+            self.num_classes = len(self.class_names)
+        else:
+            self.num_classes = classes_of.num_classes if classes_of else max(1, int(self.labels.max()) + 1)
         wrong = (self.labels < 0) | (self.labels >= self.num_classes)
         if wrong.any():
             row = int(wrong.argmax())
-            accepted = f"from 0 to {self.num_classes - 1}" if self.num_classes > 0 else "at least 0"
-            raise UserError(
-                f"label in column {name!r} must be {accepted}, got {self.labels[row]} for {self.name(row)}"
+            found = column[row].as_py()
+            accepted = "a class of the training images" if is_text else f"from 0 to {self.num_classes - 1}"
+            # -1 is the usual label of a test split whose labels are not published.
+            raise (MissingLabel if found in (None, -1) else UserError)(
+                f"label in column {self._columns['label']!r} must be {accepted}, got {found!r} for {self.name(row)}"
             )
 
     def _check_captions(self):
-        column = self._column(self._caption_column)
+        column = self._column("caption")
         of_list = pat.is_list(column.type) or pat.is_large_list(column.type)
         text = column.type.value_type if of_list else column.type
-        if not pat.is_string(text) and not pat.is_large_string(text):
-            raise self._wrong_type(self._caption_column, "captions must be texts or lists of texts")
+        is_text = pat.is_string(text) or pat.is_large_string(text)
+        self._check_type("caption", is_text, "captions must be texts or lists of texts")
         if of_list:
-            captions_of_rows = column.to_pylist()
-            missing = pa.array([not texts or any(_is_blank(text) for text in texts) for texts in captions_of_rows])
+            rows = column.to_pylist()
+            missing = pa.array([not texts or any(not (text or "").strip() for text in texts) for texts in rows])
         else:
             missing = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(column), ""), True)
-        row = _first(missing)
-        if row is not None:
-            raise UserError(f"{self.name(row)} has no caption: {self._caption_column!r} is {column[row].as_py()!r}")
-
-    def _wrong_type(self, column: str, accepted: str) -> UserError:
-        first = self._column(column)[0].as_py()
-        kind = self._column(column).type
-        return UserError(f"column {column!r} of {self._where} has type {kind} (row 0: {first!r:.60}); {accepted}")
-
-
-def _first(flags: pa.Array | pa.ChunkedArray) -> int | None:
-    """Return the index of the first True."""
-    row = pc.index(flags, True).as_py()
-    return None if row == -1 else row
+        row = pc.index(missing, True).as_py()
+        if row != -1:
+            found = f"{self._columns['caption']!r} is {column[row].as_py()!r}"
+            raise UserError(f"{self.name(row)} has no caption: {found}")
 
 
 def _names_and_sizes(images: pa.Array) -> list:
     if not pat.is_struct(images.type):
         return pc.binary_length(images).to_pylist()
-    paths, sizes = images.field("path").to_pylist(), pc.binary_length(images.field("bytes")).to_pylist()
-    return [
-        (path and os.path.basename(path), _file_size(path) if size is None else size)
-        for path, size in zip(paths, sizes)
-    ]
-
-
-def _file_size(path: str | None) -> int | None:
-    return os.path.getsize(path) if path and os.path.exists(path) else None
-
-
-def _is_blank(text: str | None) -> bool:
-    return text is None or not text.strip()
+    result = []
+    for path, size in zip(images.field("path").to_pylist(), pc.binary_length(images.field("bytes")).to_pylist()):
+        if size is None and path and os.path.exists(path):
+            size = os.path.getsize(path)
+        result.append((path and os.path.basename(path), size))
+    return result

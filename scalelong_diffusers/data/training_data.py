@@ -8,12 +8,16 @@ import numpy as np
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.images import Transform, UnreadableImage, is_gray, spread_indices
+from scalelong_diffusers.data.images import Transform, UnreadableImage, fixed_permutation, is_gray, spread_indices
 from scalelong_diffusers.data.precomputed import PrecomputedDataset, PrecomputedRows
-from scalelong_diffusers.data.sources import RowGroups, Source, Split, open_sources, split_rows
-from scalelong_diffusers.data.stream import ImageRows, Rows, ShardStream, Stream, Tokenizer
+from scalelong_diffusers.data.shapes import Shapes
+from scalelong_diffusers.data.stream import ImageRows, RowGroups, Rows, ShardStream, Source, Stream, Tokenizer
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
+
+
+# Numbers of the training and validation images. The latter belong to the validation source, if there is one.
+Split = tuple[np.ndarray | RowGroups, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def load_training_data(
     if validation_source is None and len(source) < 2:
         raise UserError(f"{source.description}: at least two are needed, one for training and one for validation")
     split = split_rows(source, validation_source, config)
-    samples = _look_at_some(source, split.train, skip_bad=config.on_bad_image == "skip")
+    samples = _look_at_some(source, split[0], skip_bad=config.on_bad_image == "skip")
     transform = Transform.from_config(config, _choose_channels(channels, samples, source))
     plain = dataclasses.replace(transform, center_crop=True, random_flip=False)
     train, validation = _open_streams(
@@ -104,6 +108,54 @@ def load_training_data(
         description=source.description,
         fingerprint=_fingerprint(config, needs_labels, needs_captions, transform, [s.identity() for s in sources]),
     )
+
+
+def open_sources(config: DataConfig, needs_labels: bool, needs_captions: bool) -> tuple[Source, Source | None]:
+    """Open the training source, and the validation source if the dataset has a validation split."""
+    if config.dataset_name is None and config.train_data_dir is None:
+        return Shapes(config.num_shapes, config.resolution), None
+    # These import datasets, which is slow.
+    if config.streaming:
+        from scalelong_diffusers.data.shards import open_shards
+
+        return open_shards(config, needs_labels, needs_captions)
+    from scalelong_diffusers.data.tables import open_tables
+
+    return open_tables(config, needs_labels, needs_captions)
+
+
+def split_rows(source: Source, validation: Source | None, config: DataConfig) -> Split:
+    """Hold out validation images, unless there is a validation source. The split does not depend on the seed."""
+    if config.streaming:
+        return _split_row_groups(source, validation, config)
+    order = fixed_permutation(len(source))
+    if validation is None:
+        count = _validation_count(len(source), config)
+        held_out, order = order[:count], order[count:]
+    else:
+        held_out = fixed_permutation(len(validation))[: config.validation_size]
+    return np.sort(order[: config.max_train_samples]), np.sort(held_out)
+
+
+def _split_row_groups(source: Source, validation: Source | None, config: DataConfig) -> Split:
+    # Hold out consecutive rows, the first ones of the last file: scattered rows would be slow to read.
+    starts, ends = source.group_starts[:-1], source.group_starts[1:]
+    if validation is not None:
+        held_out = np.arange(min(config.validation_size, len(validation)))
+    else:
+        first = source.first_row_of_last_file()
+        count = min(_validation_count(len(source), config), len(source) - first)
+        held_out = np.arange(first, first + count)
+        starts = np.where(starts >= first, np.clip(first + count, starts, ends), starts)
+    counts = ends - starts
+    if config.max_train_samples is not None:
+        before = np.cumsum(counts) - counts
+        counts = np.clip(config.max_train_samples - before, 0, counts)
+    return RowGroups(starts[counts > 0], counts[counts > 0]), held_out
+
+
+def _validation_count(count: int, config: DataConfig) -> int:
+    return min(config.validation_size, max(1, count // 10))
 
 
 def _load_precomputed(config: DataConfig, needs_labels: bool, needs_captions: bool, seed: int) -> TrainingData:
@@ -131,11 +183,12 @@ def _load_precomputed(config: DataConfig, needs_labels: bool, needs_captions: bo
 
 def _open_streams(train: Rows, validation: Rows, split: Split, seed: int, config: DataConfig) -> tuple[Stream, Stream]:
     skip_bad = config.on_bad_image == "skip"
-    if isinstance(split.train, RowGroups):
-        train_stream = ShardStream("train", train, split.train, seed, skip_bad)
+    train_rows, validation_rows = split
+    if isinstance(train_rows, RowGroups):
+        train_stream = ShardStream("train", train, train_rows, seed, skip_bad)
     else:
-        train_stream = Stream("train", train, split.train, seed, endless=True, skip_bad=skip_bad)
-    validation_stream = Stream("validation", validation, split.validation, seed, endless=False, skip_bad=skip_bad)
+        train_stream = Stream("train", train, train_rows, seed, endless=True, skip_bad=skip_bad)
+    validation_stream = Stream("validation", validation, validation_rows, seed, endless=False, skip_bad=skip_bad)
     train_stream[0], validation_stream[0]  # fail early
     return train_stream, validation_stream
 
@@ -154,8 +207,6 @@ def _look_at_some(source: Source, rows: np.ndarray | RowGroups, skip_bad: bool) 
         except UnreadableImage as error:
             if not skip_bad:
                 raise error.with_skip_advice() from error
-    if not images:
-        raise UserError(f"{source.description}: none of the training images can be read")
     return images
 
 
@@ -164,10 +215,7 @@ def _choose_channels(channels: int | None, images: list[tuple[int, Image.Image]]
     if channels is None:
         return 1 if colored is None else 3
     if channels == 1 and colored is not None:
-        raise UserError(
-            f"the model takes gray images, but {source.name(colored)} has colors; use a model with in_channels=3, or "
-            "convert the images to gray"
-        )
+        raise UserError(f"the model takes gray images, but {source.name(colored)} has colors; use in_channels=3")
     return channels
 
 

@@ -1,17 +1,16 @@
 """FID and KID: how far images are from the images of a dataset."""
 
 from scalelong_diffusers.evaluation.evaluate import evaluate_images, feature_statistics, reference_statistics
-from scalelong_diffusers.evaluation.image_files import ImageFiles
+from scalelong_diffusers.evaluation.images import ImageFiles, Reference, open_reference
 from scalelong_diffusers.evaluation.metrics import (
     METRICS,
+    FeatureStatistics,
     MissingPackage,
     frechet_distance,
     kernel_distance,
     sample_size_warnings,
 )
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.reference import Reference, open_reference
-from scalelong_diffusers.evaluation.statistics import FeatureStatistics
 
 
 __all__ = [

@@ -12,10 +12,16 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.evaluation.metrics import METRICS, distances, sample_size_warnings
+from scalelong_diffusers.evaluation.images import Reference
+from scalelong_diffusers.evaluation.metrics import (
+    METRICS,
+    FeatureStatistics,
+    Moments,
+    frechet_distance,
+    kernel_distance,
+    sample_size_warnings,
+)
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
-from scalelong_diffusers.evaluation.reference import Reference
-from scalelong_diffusers.evaluation.statistics import FeatureStatistics, Moments
 from scalelong_diffusers.processes import processes, run_on_all_processes
 
 
@@ -51,10 +57,6 @@ def reference_statistics(
     # If one of several machines lacks the file, all compute the statistics together.
     if all(gather_object([file.is_file()])):
         return FeatureStatistics.load(file), file
-    try:  # before the long computation, not after
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder for statistics cannot be created: {error}; give another cache_dir") from error
     transform = reference.transform
     about = {
         "reference": reference.description,
@@ -105,7 +107,11 @@ def evaluate_images(
     """
     check_features(reference, extractor)
     statistics = feature_statistics(images, extractor)
-    values = distances(metrics, reference, statistics, seed)
+    values = {}
+    if "fid" in metrics:
+        values["fid"] = frechet_distance(reference, statistics)
+    if "kid" in metrics:
+        values["kid"], values["kid_std"] = kernel_distance(reference, statistics, seed)
     return {**values, "n": statistics.n, "warnings": evaluation_warnings(metrics, statistics.n, reference)}
 
 
@@ -124,19 +130,15 @@ def evaluation_warnings(metrics: Sequence[str], n: int, reference: FeatureStatis
 
 def check_features(reference: FeatureStatistics, extractor: FeatureExtractor):
     """Reject statistics of another feature network."""
+    expected = f"{reference.num_features:,} features of {reference.network!r} ({reference.network_fingerprint})"
+    found = f"{extractor.num_features:,} features of {extractor.name!r} ({extractor.fingerprint})"
     if (reference.network_fingerprint, reference.num_features) != (extractor.fingerprint, extractor.num_features):
-        raise UserError(
-            f"the statistics of the reference have {reference.num_features:,} features of {reference.network!r} "
-            f"({reference.network_fingerprint}), but the feature network is {extractor.name!r} "
-            f"({extractor.fingerprint}) with {extractor.num_features:,}"
-        )
+        raise UserError(f"the statistics of the reference have {expected}, but the feature network has {found}")
 
 
 def check_size(reference: FeatureStatistics, file: str, width: int, height: int):
     """Reject statistics of images of another size."""
     resolution = reference.about.get("resolution")
     if resolution is not None and (width, height) != (resolution, resolution):
-        raise UserError(
-            f"{file} has statistics of images with {resolution} x {resolution} pixels, but the evaluated images have "
-            f"{width} x {height}"
-        )
+        found = f"{width} x {height}"
+        raise UserError(f"{file} is of images with {resolution} x {resolution} pixels, but these have {found}")

@@ -1,20 +1,140 @@
-"""Distances between two sets of images, from the statistics of their features."""
+"""Statistics of image features, and the distances between two sets of images that they give: FID and KID."""
 
+import json
+import os
 import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from scalelong_diffusers.errors import UserError, did_you_mean
-from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.files import atomic_write
 from scalelong_diffusers.randomness import seed_for
 
 
 METRICS = ("fid", "kid")
 FID_NEEDS = 10_000
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1_000
+# KID compares 100 samples of 1,000 features. The features of all ImageNet images would fill 10 GB.
+KEPT_FEATURES = 10_000
+FORMAT_VERSION = 2
+SUFFIXES = (".safetensors", ".npz")
+
+INCEPTION = "inception"
+# The network of the FID paper, as torch-fidelity converted it from TensorFlow. Its weights never change.
+INCEPTION_FINGERPRINT = "inception-v3-compat-2048"
+INCEPTION_FEATURES = 2048
+
+
+@dataclass(frozen=True)
+class FeatureStatistics:
+    """
+    Statistics of the features of a set of images.
+
+    Args:
+        mean, covariance: float64; the covariance is unbiased.
+        features: features of the first images, for KID; None if only mean and covariance are known.
+        n: number of images; None if a file does not tell.
+        network: name of the feature network, and `network_fingerprint` a checksum of its weights.
+        about: facts about the images, such as their resolution.
+    """
+
+    mean: torch.Tensor = field(repr=False)
+    covariance: torch.Tensor = field(repr=False)
+    features: torch.Tensor | None = field(repr=False)
+    n: int | None
+    network: str
+    network_fingerprint: str
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_features(self) -> int:
+        return len(self.mean)
+
+    def save(self, file: str | os.PathLike):
+        """Write a `.safetensors` file atomically."""
+        file = Path(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {"mean": self.mean, "covariance": self.covariance, "features": self.features}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        facts = {name: getattr(self, name) for name in ("n", "network", "network_fingerprint", "about")}
+        metadata = {"scalelong": json.dumps({"version": FORMAT_VERSION, **facts})}
+        atomic_write(file, lambda partial: save_file(tensors, partial, metadata))
+
+    @classmethod
+    def load(cls, file: str | os.PathLike) -> "FeatureStatistics":
+        """Read a file that `save` wrote, or an `.npz` with `mu` and `sigma` as published for Inception."""
+        try:
+            statistics = cls._load_npz(file) if Path(file).suffix == ".npz" else cls._load_safetensors(file)
+            mean, covariance = statistics.mean, statistics.covariance
+            is_finite = mean.isfinite().all() and covariance.isfinite().all()
+            if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)) or not is_finite:
+                raise UserError(f"mean and covariance must be finite and fit, got {mean.shape} and {covariance.shape}")
+            return statistics
+        except Exception as error:  # numpy, zipfile and zlib raise many kinds of errors for damaged files
+            accepted = " or ".join(SUFFIXES)
+            raise UserError(f"{file} cannot be read as a file of statistics ({accepted}): {error}") from error
+
+    @classmethod
+    def _load_safetensors(cls, file: str | os.PathLike) -> "FeatureStatistics":
+        with safe_open(file, "pt") as opened:
+            facts = json.loads((opened.metadata() or {})["scalelong"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        if (version := facts.pop("version")) != FORMAT_VERSION:
+            raise UserError(f"it has format version {version}, and this package reads version {FORMAT_VERSION}")
+        return cls(tensors["mean"], tensors["covariance"], tensors.get("features"), **facts)
+
+    @classmethod
+    def _load_npz(cls, file: str | os.PathLike) -> "FeatureStatistics":
+        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
+        return cls(mean, covariance, None, None, INCEPTION, INCEPTION_FINGERPRINT)
+
+
+class Moments:
+    """
+    Collects features batch by batch, in float64.
+
+    With several processes, each adds every `num_processes`-th batch, and `finish` returns the statistics of all
+    batches in all processes.
+    """
+
+    def __init__(self, num_features: int):
+        self.count = 0
+        self._sum = torch.zeros(num_features, dtype=torch.float64)
+        self._products = torch.zeros(num_features, num_features, dtype=torch.float64)
+        self._kept: list[torch.Tensor] = []
+
+    def add(self, features: torch.Tensor):
+        """Add features of shape (batch, num_features)."""
+        features = features.float().cpu()  # not every device has float64
+        wide = features.double()
+        self._sum += wide.sum(0)
+        self._products += wide.T @ wide
+        if self.count < KEPT_FEATURES:
+            self._kept.append(features)
+        self.count += len(features)
+
+    def finish(self) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the number of images, the mean, the covariance, and the features of the first images."""
+        counts, sums, products, kept = zip(*gather_object([(self.count, self._sum, self._products, self._kept)]))
+        n = sum(counts)
+        if n < 2:
+            raise UserError(f"a covariance needs at least two images, got {n}")
+        mean = sum(sums) / n
+        covariance = (sum(products) - n * mean.outer(mean)) / (n - 1)
+        in_order = [batch for batch in chain.from_iterable(zip_longest(*kept)) if batch is not None]
+        return n, mean, covariance, torch.cat(in_order)[:KEPT_FEATURES]
 
 
 class MissingPackage(UserError):
@@ -29,16 +149,16 @@ def torchmetrics_needed(purpose: str):
             # KID keeps all features in memory, which is wanted here.
             warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance`", category=UserWarning)
             yield
-    except ModuleNotFoundError as error:
-        # torchmetrics itself raises the error for torch-fidelity, without a name.
-        package = (error.name or "torch-fidelity").split(".")[0]
-        name = "'scalelong-diffusers[evaluate]'" if package == "torchmetrics" else package
-        raise MissingPackage(f"{purpose} needs {package}: pip install {name}") from error
-    except RuntimeError as error:
-        raise MissingPackage(
-            f"{purpose} needs torchmetrics, which cannot be imported: {error}; install the torchvision that matches "
-            f"torch {torch.__version__}"
-        ) from error
+    except (ModuleNotFoundError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            # torchmetrics itself raises the error for torch-fidelity, without a name.
+            package = (error.name or "torch-fidelity").split(".")[0]
+            name = "'scalelong-diffusers[evaluate]'" if package == "torchmetrics" else package
+            advice = f"pip install {name}"
+        else:
+            package = "torchmetrics"
+            advice = f"it cannot be imported ({error}); install the torchvision that matches torch {torch.__version__}"
+        raise MissingPackage(f"{purpose} needs {package}: {advice}") from error
 
 
 def parse_metrics(names: str) -> tuple[str, ...]:
@@ -95,18 +215,6 @@ def kernel_distance(one: FeatureStatistics, other: FeatureStatistics, seed: int 
         torch.default_generator.manual_seed(seed_for(seed, "kid"))  # torch.manual_seed would also seed GPUs
         mean, deviation = metric.compute()
     return mean.item(), deviation.item()
-
-
-def distances(
-    metrics: Sequence[str], reference: FeatureStatistics, images: FeatureStatistics, seed: int = 0
-) -> dict[str, float]:
-    """Return the metrics by name; KID comes with its standard deviation `kid_std`."""
-    values = {}
-    if "fid" in metrics:
-        values["fid"] = frechet_distance(reference, images)
-    if "kid" in metrics:
-        values["kid"], values["kid_std"] = kernel_distance(reference, images, seed)
-    return values
 
 
 def sample_size_warnings(metrics: Sequence[str], n: int, num_features: int, kind: str = "images") -> list[str]:

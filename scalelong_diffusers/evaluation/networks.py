@@ -3,15 +3,19 @@
 import os
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from scalelong_diffusers.download import damaged_file_errors
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.evaluation.metrics import torchmetrics_needed
-from scalelong_diffusers.evaluation.statistics import INCEPTION, INCEPTION_FEATURES, INCEPTION_FINGERPRINT
+from scalelong_diffusers.evaluation.metrics import (
+    INCEPTION,
+    INCEPTION_FEATURES,
+    INCEPTION_FINGERPRINT,
+    torchmetrics_needed,
+)
 from scalelong_diffusers.files import checksum
 
 
@@ -30,11 +34,7 @@ class FeatureExtractor(Protocol):
 
 def load_features(source: str, device: torch.device | str = "cpu", revision: str | None = None) -> FeatureExtractor:
     """Load `"inception"`, or a vision model with its image processor from a folder or the Hub."""
-    if source != INCEPTION:
-        return TransformersFeatures(source, device, revision)
-    if revision is not None:
-        raise UserError(f"{INCEPTION} has no revisions, got {revision!r}")
-    return InceptionFeatures(device)
+    return InceptionFeatures(device) if source == INCEPTION else TransformersFeatures(source, device, revision)
 
 
 class InceptionFeatures:
@@ -52,23 +52,19 @@ class InceptionFeatures:
                 # Without antialiasing, images are resized to 299 x 299 as in the paper.
                 network = FrechetInceptionDistance(self.num_features, antialias=False).inception
             except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-                raise UserError(_weights_message(error)) from error
+                # torch does not download an existing file again, and reports damaged ones in many ways.
+                file = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_WEIGHTS)
+                fault = f"in {file} are damaged" if file.is_file() else f"cannot be downloaded ({error})"
+                raise UserError(
+                    f"the weights of Inception {fault}: put {INCEPTION_WEIGHTS} of torch-fidelity's release v0.2.0 "
+                    f"into {file.parent}, or use the features of a vision model of transformers"
+                ) from error
         self._network = network.to(device)
         self._device = device
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         return self._network(images.to(self._device))
-
-
-def _weights_message(error: Exception) -> str:
-    # torch does not download an existing file again, and reports damaged ones in many ways.
-    file = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_WEIGHTS)
-    fault = f"in {file} are damaged" if file.is_file() else f"cannot be downloaded ({error})"
-    return (
-        f"the weights of Inception {fault}: put {INCEPTION_WEIGHTS} of torch-fidelity's release v0.2.0 into "
-        f"{file.parent}, or use the features of a vision model of transformers"
-    )
 
 
 class TransformersFeatures:
@@ -80,8 +76,7 @@ class TransformersFeatures:
     """
 
     def __init__(self, source: str, device: torch.device | str = "cpu", revision: str | None = None):
-        self._processor = _load_processor(source, revision)
-        self._model, missing = _load_vision_model(source, revision)
+        self._processor, self._model, missing = _load(source, revision)
         self._model.to(device).eval().requires_grad_(False)
         self._uses_mean_of_tokens = bool(missing)
         self.name = Path(source).resolve().name if os.path.isdir(source) else source
@@ -111,45 +106,32 @@ class TransformersFeatures:
         except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise UserError(f"{source} has no features of an image: {name} fails with {error}") from error
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * first.abs().max().item()):
-            raise UserError(
-                f"{source} gives different features for the same image: {name} is random, like models that mask parts "
-                "of the image"
-            )
+            raise UserError(f"{source} gives different features for the same image: {name} is random")
         return first.shape[1]
 
 
-def _load_processor(source: str, revision: str | None):
-    from transformers import AutoImageProcessor
-
-    try:
-        # The processor that uses Pillow; the one that uses torchvision resizes differently.
-        return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise UserError(f"the image processor of {source} cannot be loaded: {error}") from error
-
-
-def _load_vision_model(source: str, revision: str | None) -> tuple[nn.Module, list[str]]:
-    """Return the model and the names of its missing weights, which only the pooler may have."""
-    from transformers import AutoModel
+def _load(source: str, revision: str | None) -> tuple[Any, nn.Module, list[str]]:
+    """Return the image processor, the model, and the names of its missing weights, which only the pooler may have."""
+    from transformers import AutoImageProcessor, AutoModel
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # no table of the weights of a head, which is not needed
     try:
         with damaged_file_errors(source):
+            # The processor that uses Pillow; the one that uses torchvision resizes differently.
+            processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
             model, info = AutoModel.from_pretrained(
                 source, revision=revision, dtype=torch.float32, output_loading_info=True
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"{source} cannot be loaded as a model of transformers: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise UserError(f"{source} cannot be loaded as a vision model of transformers: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
-    if model.main_input_name != "pixel_values" and not _also_reads_text(model):
-        raise UserError(f"{source} is not a vision model: {type(model).__name__} reads {model.main_input_name}")
     missing = sorted(info["missing_keys"])
     if others := [key for key in missing if "pooler" not in key]:
         raise UserError(f"{source} lacks weights of its {type(model).__name__}, such as {others[0]}")
-    return model, missing
+    return processor, model, missing
 
 
 def _also_reads_text(model: nn.Module) -> bool:

@@ -7,7 +7,9 @@ halves of a decoder block's skip layer in another. What the weights do not tell 
 
 import math
 import os
+import pickle
 import re
+import struct
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -49,6 +51,18 @@ _ARCHITECTURE_TENSORS = {
     "se.layer1.weight": (2, False),
     "se.0.layer1.weight": (2, False),
 }
+# Exceptions that torch's restricted unpickler raises for invalid files.
+_LOAD_ERRORS = (
+    pickle.UnpicklingError,
+    struct.error,
+    AssertionError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +71,11 @@ class CheckpointDetails:
     What a checkpoint's weights do not tell about its model.
 
     Args:
+        num_attention_heads: number of heads in each block.
         timesteps: timesteps of the network: `"continuous"`, t * 999 with t in (0, 1], or `"discrete"`, 1 .. 1000.
         skip_scaling: a method and its fields as a dict. Needed without gates, because constant factors leave no trace
             in the weights. With gates, the fields that their shapes determine can be left out.
+        context_length: number of text tokens of a text-to-image model.
     """
 
     num_attention_heads: int | None = None
@@ -74,12 +90,15 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
         raise UserError(f"{target} already exists and is not overwritten")
     model = model_from_reference(load_reference(source), details, source)
     parent = os.path.dirname(os.path.abspath(target))
-    os.makedirs(parent, exist_ok=True)
-    # Written to a folder on the same disk and renamed, so that a failed write leaves nothing.
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".") as folder:
-        partial = os.path.join(folder, "model")
-        model.save_pretrained(partial)
-        os.rename(partial, target)
+    try:
+        os.makedirs(parent, exist_ok=True)
+        # Written to a folder on the same disk and renamed, so that a failed write leaves nothing.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".") as folder:
+            partial = os.path.join(folder, "model")
+            model.save_pretrained(partial)
+            os.rename(partial, target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error}") from error
     return model
 
 
@@ -90,17 +109,14 @@ def load_reference(source: str) -> StateDict:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)  # rejected below
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can raise almost any
-        raise UserError(
-            f"{path} is missing, damaged or holds more than weights, which is rejected because a pickle can run code "
-            f"({type(error).__name__}); accepted: a state dict that torch.save wrote, or a folder with nnet_ema.pth"
-        ) from error
-    for key, value in state.items() if isinstance(state, Mapping) else [("its content", state)]:
-        is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
-        if not (is_dense and value.is_floating_point()):
-            raise UserError(
-                f"{path} is not a state dict of dense floating-point tensors: {key} is a {type(value).__name__}"
-            )
+    except _LOAD_ERRORS as error:
+        damage = "it is damaged or holds more than tensors, which is rejected because a pickle can run code"
+        raise UserError(f"cannot read {path}: {error if isinstance(error, OSError) else damage}") from error
+    for key, value in (state if isinstance(state, Mapping) else {type(state).__name__: state}).items():
+        is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+        if not isinstance(key, str) or not is_tensor or not value.is_floating_point():
+            kind = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"{path} is not a state dict of dense floating-point tensors: it holds {key!r}, {kind}")
     return dict(state)
 
 
@@ -116,31 +132,31 @@ def model_from_reference(state: StateDict, details: CheckpointDetails, source: s
 
 def to_reference(state: StateDict, num_skips: int) -> StateDict:
     """Return the weights of a `UViTModel` with the reference's names and layout."""
-    joined_with = {part: (parts, name, dim) for parts, name, dim in _JOINED for part in parts}
-    result = {}
+    parts: dict[tuple[str, int], list[torch.Tensor]] = {}
     for key, tensor in state.items():
-        part = next((part for part in joined_with if key.endswith(part)), None)
-        if part is None:
-            result[_reference_key(key, num_skips)] = tensor
-            continue
-        parts, name, dim = joined_with[part]
-        stem = key.removesuffix(part)
-        if stem + name not in result:
-            result[stem + name] = torch.cat([state[stem + other] for other in parts], dim)
-    return result
+        name, dim, *_ = _place(key, num_skips)
+        parts.setdefault((name, dim), []).append(tensor)
+    return {
+        name: torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0] for (name, dim), tensors in parts.items()
+    }
 
 
 def _from_reference(state: StateDict, model: UViTModel) -> StateDict:
     """Invert `to_reference` for a state that matches the model."""
     result = {}
     for key in model.state_dict():
-        for parts, name, dim in _JOINED:
-            if part := next((part for part in parts if key.endswith(part)), None):
-                tensors = state[key.removesuffix(part) + name].chunk(len(parts), dim)
-                result[key] = tensors[parts.index(part)].contiguous()
-        if key not in result:
-            result[key] = state[_reference_key(key, len(model.out_blocks))]
+        name, dim, number, count = _place(key, len(model.out_blocks))
+        result[key] = state[name].chunk(count, dim)[number].contiguous() if count > 1 else state[name]
     return result
+
+
+def _place(key: str, num_skips: int) -> tuple[str, int, int, int]:
+    """Return the reference's name, the dimension of concatenation, the number of our part, and the number of parts."""
+    for endings, name, dim in _JOINED:
+        for number, ending in enumerate(endings):
+            if key.endswith(ending):
+                return key.removesuffix(ending) + name, dim, number, len(endings)
+    return _reference_key(key, num_skips), 0, 0, 1
 
 
 def _reference_key(key: str, num_skips: int) -> str:
@@ -160,9 +176,8 @@ def _architecture(state: StateDict, details: CheckpointDetails, source: str) -> 
     for key, (ndim, is_required) in _ARCHITECTURE_TENSORS.items():
         shape = tuple(state[key].shape) if key in state else None
         if (shape is None and is_required) or (shape is not None and (len(shape) != ndim or 0 in shape)):
-            fault = "is missing" if shape is None else f"has shape {shape}"
-            names = ", ".join(list(state)[:3])
-            raise UserError(f"{source} is not a U-ViT: {key} {fault} among {len(state)} tensors ({names}, ...)")
+            names = f"{len(state)} tensors ({', '.join(list(state)[:3])}, ...)"
+            raise UserError(f"{source} is not a U-ViT: it needs a non-empty {ndim}-D {key}, got {shape} among {names}")
     hidden_size, in_channels, patch_size, _ = state["patch_embed.proj.weight"].shape
     text = state.get("context_embed.weight")
     labels = state.get("label_emb.weight")
@@ -171,8 +186,7 @@ def _architecture(state: StateDict, details: CheckpointDetails, source: str) -> 
     context_length = 0 if text is None else details.context_length
     num_patches = state["pos_embed"].shape[1] - 1 - (labels is not None) - context_length
     return {
-        # `_check_matches` finds a number of patches that is not square.
-        "sample_size": math.isqrt(max(num_patches, 1)) * patch_size,
+        "sample_size": math.isqrt(max(num_patches, 1)) * patch_size,  # images are square
         "patch_size": patch_size,
         "in_channels": in_channels,
         "out_channels": state["decoder_pred.weight"].shape[0] // patch_size**2,
@@ -197,7 +211,7 @@ def _gates(state: StateDict) -> dict[str, Any] | None:
         return None
     hidden, width = first.shape
     # Several reductions can give the same gate. The paper's is preferred.
-    reduction = 16 if width // 16 == hidden else max(width // hidden, 1)
+    reduction = 16 if width // 16 == hidden else width // hidden
     return {"method": "ls", "shared": is_shared, "init": "paper", "reduction": reduction}
 
 
@@ -210,23 +224,24 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
         "--skip_scaling METHOD ('none' for a plain U-ViT)": not given and gates is None,
         "--context_length N": has_text and details.context_length is None,
     }
-    missing = ", ".join(flag for flag, is_missing in needed.items() if is_missing)
-    method = given.get("method")
-    faults = {
-        f"the weights do not tell everything about the model: give {missing}": missing,
-        f"context_length={details.context_length} is only for text-to-image models": (
+    method, kappa = given.get("method"), given.get("kappa", "auto")
+    wrong = {
+        f"context_length={details.context_length} needs a text-to-image model": (
             details.context_length is not None and not has_text
         ),
-        "the reference has no skip_scaling='learnable'": method == "learnable",
-        f"--skip_scaling {method} needs the --kappa of its training, as a number": (
-            method in ("cs", "constant") and given.get("kappa", "auto") == "auto"
+        f"skip_scaling={method!r} does not exist in the reference": method == "learnable",
+        f"--skip_scaling {method} needs the --kappa of the training, as a number": (
+            method in ("cs", "constant") and kappa == "auto"
         ),
-        f"it has gates of the method 'ls', which contradicts skip_scaling={method!r}": (
-            gates is not None and method not in (None, "ls")
+        f"skip_scaling={method!r} contradicts its gates, which the method 'ls' has": (
+            bool(gates) and method not in (None, "ls")
         ),
     }
-    if found := [message for message, is_true in faults.items() if is_true]:
-        raise UserError(f"{source} cannot be converted: {'; '.join(found)}")
+    missing = [flag for flag, is_missing in needed.items() if is_missing]
+    problems = [f"the weights do not tell everything: give {', '.join(missing)}"] if missing else []
+    problems += [problem for problem, is_wrong in wrong.items() if is_wrong]
+    if problems:
+        raise UserError(f"{source}: {problems[0]}")
 
 
 def _check_matches(given: StateDict, expected: StateDict, source: str):
@@ -239,5 +254,4 @@ def _check_matches(given: StateDict, expected: StateDict, source: str):
         if key in given and given[key].shape != tensor.shape
     ]
     if faults:
-        hint = "; check --context_length if the model has text"
-        raise UserError(f"{source} does not match a U-ViT of its shapes: {'; '.join(faults)}{hint}")
+        raise UserError(f"{source} does not match a U-ViT of its shapes: {'; '.join(faults)}")

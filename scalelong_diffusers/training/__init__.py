@@ -1,4 +1,4 @@
-"""What training scripts build on: typed configs, and one object that does all around a batch."""
+"""The building blocks of training scripts: typed configs, and `TrainingRun`, which does everything but the loss."""
 
 from scalelong_diffusers.data import Batch, DataConfig
 from scalelong_diffusers.options import option

@@ -8,14 +8,13 @@ from typing import Any, ClassVar, TypeVar
 from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.options import (
     ArgumentParser,
     add_options,
     as_flags,
     build_config,
     check_options,
-    flat_options,
     option,
     options_of,
 )
@@ -88,7 +87,7 @@ class OptimizationConfig:
     gradient_accumulation_steps: int = option(
         1, "forward and backward passes per optimizer step", at_least=1, on_resume="free"
     )
-    num_train_epochs: int = option(100, "passes over the data", at_least=1, on_resume="free")
+    num_train_epochs: int = option(100, "number of epochs", at_least=1, on_resume="free")
     max_train_steps: int | None = option(None, "optimizer steps; overrides --num_train_epochs", at_least=1)
     learning_rate: float = option(2e-4, "peak learning rate", at_least=0)
     lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)
@@ -239,7 +238,10 @@ class TrainingConfig(RunConfig):
             script = preset.task.replace("-", "_")
             accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
             raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
-        return preset.training
+        implied = dict(preset.training)
+        if values.get("train_batch_size") is not None:
+            implied.pop("total_batch_size", None)
+        return implied
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -255,7 +257,7 @@ def make_config(config_class: type[Config], **values) -> Config:
     """
     accepted = {flag for flag, _, _ in options_of(config_class)}
     if unknown := sorted(set(values) - accepted):
-        raise UserError(f"{config_class.__name__} has no option {unknown[0]}")
+        raise UserError(f"{config_class.__name__} has no option {unknown[0]!r}{did_you_mean(unknown[0], accepted)}")
     values = {**config_class.implied_options(values), **values}
     scaling = {"skip_scaling": config_class.default_skip_scaling, **values}
     scaling = SkipScalingConfig.from_flags({flag: value for flag, value in scaling.items() if value is not None})
@@ -266,7 +268,8 @@ def make_parser(config_class: type[RunConfig], description: str) -> ArgumentPars
     """Return a parser with a flag for every option of a config class."""
     parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip())
     add_options(parser, config_class, "this script")
-    add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
+    default = config_class.default_skip_scaling or "the scaling of the pipeline, or ls if it has none"
+    add_options(parser, SkipScalingConfig, "skip scaling", f"default of --skip_scaling: {default}", optional=True)
     for entry in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(entry.type) and entry.name != "skip_scaling":
             add_options(parser, entry.type, entry.name, defaults=entry.default_factory())
@@ -284,44 +287,4 @@ def parse_config(config_class: type[Config], description: str, argv: Sequence[st
     try:
         return make_config(config_class, **values)
     except UserError as error:
-        parser.error(as_flags(str(error), values))
-
-
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return all options of a run by flag, as they are stored beside it. The token is never stored."""
-    return {name: value for name, value in sorted(flat_options(config).items()) if name != "hub_token"}
-
-
-# FID and KID of a checkpoint and of the run that resumes it are compared, so these must be equal where both evaluate.
-_EVALUATION_SETTINGS = {
-    *("num_eval_images", "eval_metric", "eval_features", "eval_reference", "num_inference_steps", "guidance_scale")
-}
-
-
-def check_same_settings(
-    checkpoint: str, config: RunConfig, before: dict[str, Any], now: dict[str, Any], allow_changes: bool
-):
-    """Raise a `UserError` if a run is resumed with settings that must not change."""
-    on_resume = {flag: details.on_resume for flag, _, details in options_of(type(config))}
-    free = {name for name, rule in on_resume.items() if rule == "free"} | {"model"}
-    # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
-    if now["lr_scheduler"].startswith("constant"):
-        free.add("max_train_steps")
-    # Equal data may be described differently, for example if its folder was moved.
-    if before.get("data_fingerprint") == now["data_fingerprint"]:
-        free.add("data")
-    if not (before.get("eval_steps") and now["eval_steps"]):
-        free |= _EVALUATION_SETTINGS
-    changed = {
-        name: f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in {**before, **now}
-        if name not in free and before.get(name) != now.get(name)
-    }
-    if changed and not allow_changes:
-        raise UserError(
-            f"{checkpoint} belongs to a run with other settings: {'; '.join(changed.values())}; pass the same "
-            "settings, or --allow_changed_settings"
-        )
-    fixed = [change for name, change in changed.items() if on_resume.get(name) == "fixed"]
-    if fixed:
-        raise UserError(f"{checkpoint} holds the weights of another model: {'; '.join(fixed)}; start a new run")
+        parser.error(as_flags(str(error), [flag for flag, _, _ in options_of(config_class)]))

@@ -3,16 +3,18 @@
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils import is_peft_available
 from torch import nn
 
-from scalelong_diffusers.data import Batch
+from scalelong_diffusers.data import Batch, DataConfig
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.hub.adapters import NO_PEFT
 from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.options import option
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
 from scalelong_diffusers.randomness import seed_for
@@ -39,11 +41,20 @@ if TYPE_CHECKING:
 DEFAULT_WARMUP_STEPS = 500
 
 
+@dataclass(frozen=True)
+class FineTuningDataConfig(DataConfig):
+    """The data of a fine-tuning run, whose resolution is the pipeline's own by default."""
+
+    resolution: int | None = option(
+        None, "scale and crop images to this width and height in pixels (default: the pipeline's own)", at_least=1
+    )
+
+
 class FineTuning:
     """
     What a fine-tuning script adds to its [`TrainingRun`].
 
-    It loads the pipeline and the data. Its options are those of `finetune_text_to_image.py`.
+    It loads the pipeline and the data. Its options are the flags of `finetune_text_to_image.py`.
     """
 
     def __init__(self, run: "TrainingRun"):

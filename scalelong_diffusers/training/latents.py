@@ -1,4 +1,4 @@
-"""What a model is trained on: pixels, or latents that an autoencoder makes now or made before."""
+"""The input of a model: pixels, or latents that an autoencoder computes during training or has precomputed."""
 
 import torch
 from diffusers import AutoencoderKL

@@ -1,11 +1,12 @@
-"""The untrained model that the options ask for, and the autoencoder of a latent model."""
+"""Build the untrained model of a config, and load the autoencoder of a latent model."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKL, ConfigMixin, ModelMixin
+from diffusers import AutoencoderKL, ModelMixin
 
 import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
@@ -105,9 +106,10 @@ def _patch_size(size: int) -> int | None:
 
 
 def _from_config(source: str) -> ModelMixin:
-    """Build a fresh model of the architecture in a config. Weights beside it are not loaded."""
+    """Build a fresh model of the architecture in a config. Weights in the same folder are not loaded."""
     if source.endswith(".json"):
-        config = ConfigMixin._dict_from_json_file(source)
+        folder, name = os.path.split(source)
+        config = read_json(folder or ".", name) if os.path.isfile(source) else None
     else:
         config = read_json(source, "config.json") or read_json(source, "unet/config.json")
     if config is None or "_class_name" not in config:

@@ -1,8 +1,10 @@
-"""What a model has learned so far: its loss on held-out images, sample grids, and FID and KID of samples."""
+"""Monitor a run: the loss on held-out images, sample grids, and FID and KID of samples."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,16 +22,16 @@ from scalelong_diffusers.evaluation.evaluate import (
     reference_statistics,
     with_progress,
 )
-from scalelong_diffusers.evaluation.metrics import check_features_kept, parse_metrics
-from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.evaluation.reference import (
+from scalelong_diffusers.evaluation.images import (
     Reference,
     check_reference,
     default_cache_dir,
     is_statistics,
     open_reference,
 )
-from scalelong_diffusers.evaluation.statistics import FeatureStatistics
+from scalelong_diffusers.evaluation.metrics import FeatureStatistics, check_features_kept, parse_metrics
+from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
+from scalelong_diffusers.files import atomic_write
 from scalelong_diffusers.pipelines.base import NonFiniteImages
 from scalelong_diffusers.pipelines.sampling import grid, save_image
 from scalelong_diffusers.processes import WorkSkipped
@@ -50,14 +52,14 @@ def validation_losses(run: "TrainingRun", losses_of: "LossesOf") -> dict[str, An
     """
     with run.evaluating():
         mean, bins = _mean_losses(run, losses_of)
-    figures = {"validation_loss": mean, "validation_loss_bins": bins}
+    values = {"validation_loss": mean, "validation_loss_bins": bins}
     if run.ema is not None:
         with run.evaluating(with_ema=False):
-            figures["validation_loss_raw"] = _mean_losses(run, losses_of)[0]
+            values["validation_loss_raw"] = _mean_losses(run, losses_of)[0]
     for name in ("validation_loss", "validation_loss_raw"):
-        if name in figures and not math.isfinite(figures[name]):
-            run.say(f"warning: step {run.global_step}: {name} is {figures[name]}")
-    return figures
+        if name in values and not math.isfinite(values[name]):
+            run.print(f"warning: step {run.global_step}: {name} is {values[name]}")
+    return values
 
 
 @torch.no_grad()
@@ -81,7 +83,7 @@ def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int, 
         try:
             images = make_images(range(count))
         except NonFiniteImages as error:
-            run.say(f"warning: step {run.global_step}: no samples: {error}")
+            run.print(f"warning: step {run.global_step}: no samples: {error}")
             return
         folder = run.folder / "samples"
         folder.mkdir(exist_ok=True)
@@ -116,12 +118,12 @@ class SampleEvaluation:
         seed = run.config.optimization.seed
         return cls(reference, features, metrics, options.num_eval_images, run.size.train_batch_size, seed)
 
-    def figures(self, run: "TrainingRun", make_images: "MakeImages") -> dict[str, float]:
+    def compute(self, run: "TrainingRun", make_images: "MakeImages") -> dict[str, float]:
         """
         Return FID and KID.
 
-        They are left out if images are not finite, or if the run is asked to stop, since making all images would
-        delay its checkpoint.
+        They are left out if images are not finite, or if the run has received a signal to stop, since making all
+        images would delay its checkpoint.
         """
         with run.evaluating():
             batches = with_progress(
@@ -130,11 +132,11 @@ class SampleEvaluation:
             try:
                 result = evaluate_images(batches, self.reference, self.features, self.metrics, self.seed)
             except WorkSkipped as reason:
-                run.say(f"warning: step {run.global_step}: no {' and '.join(self.metrics)}: {reason}")
+                run.print(f"warning: step {run.global_step}: no {' and '.join(self.metrics)}: {reason}")
                 return {}
-        figures = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
-        run.say(f"step {run.global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-        return figures
+        values = {name: result[name] for name in ("fid", "kid", "kid_std") if name in result}
+        run.print(f"step {run.global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        return values
 
     def _batches(
         self, run: "TrainingRun", make_images: Callable[[Sequence[int]], list[Image.Image]]
@@ -177,3 +179,45 @@ def _training_images(run: "TrainingRun") -> Reference:
         rows.transform, channels=min(run.data.channels, 3), center_crop=True, random_flip=False
     )
     return Reference(rows.source, "train", transform, data.on_bad_image == "skip", data.dataloader_num_workers)
+
+
+class MetricsFile:
+    """A file in which every step has one line, also if the run is resumed."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def resume_at(self, step: int):
+        """Remove the lines of later steps, which will be done again, and a line that was cut off."""
+        lines = [line for line in self._lines() if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        atomic_write(self.file, lambda partial: partial.write_text(text))
+
+    def write(self, line: dict[str, Any]):
+        # JSON has no infinities: they are written as null.
+        text = json.dumps(_without_infinities(line), allow_nan=False)
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def last(self, name: str) -> Any:
+        """Return the latest value of a figure, or None."""
+        return next((line[name] for line in reversed(self._lines()) if name in line), None)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self.file.exists():
+            return []
+        lines = []
+        for text in self.file.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break  # the process was killed while it wrote this line
+        return lines
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinities(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

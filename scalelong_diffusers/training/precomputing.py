@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from scalelong_diffusers.data import Batch, DataConfig, TrainingData, UnreadableImage
@@ -26,8 +25,7 @@ from scalelong_diffusers.data.precomputed import (
     shard_path,
     transform_settings,
 )
-from scalelong_diffusers.data.sources import Source
-from scalelong_diffusers.data.stream import ImageRows, Stream
+from scalelong_diffusers.data.stream import ImageRows, Source, Stream
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
@@ -106,25 +104,6 @@ class _RowsToEncode:
         return self.source.name(index)
 
 
-@dataclass(frozen=True)
-class _ShardToWrite:
-    file: Path
-    rows: _RowsToEncode
-    indices: np.ndarray
-
-    def batches(self, batch_size: int, num_workers: int) -> DataLoader:
-        stream = Stream("precompute", self.rows, self.indices, seed=0, endless=False, skip_bad=False)
-        return stream.batches(batch_size, num_workers=num_workers)
-
-    def write(self, batches: list[dict[str, torch.Tensor | list]]):
-        joined = {name: [entry for batch in batches for entry in batch[name]] for name in batches[0]}
-        reasons = joined.pop("unreadable")
-        captions = joined.pop("all_captions", [])
-        columns = {name: torch.stack(entries).contiguous() for name, entries in joined.items()}
-        unreadable = {row: reason for row, reason in enumerate(reasons) if reason is not None}
-        save_shard(self.file, columns, captions, unreadable)
-
-
 class PrecomputedWriter:
     """
     Encodes a dataset and writes the shards, with all processes together.
@@ -177,8 +156,9 @@ class PrecomputedWriter:
         own = self._shards(state.process_index, state.num_processes)
         # All processes take the same number of turns, so that a failure in one stops the others after their turn.
         turns = [shard for _, shard in zip_longest(self._shards(0, state.num_processes), own)]
-        for shard in tqdm(turns, desc="shards", disable=not state.is_local_main_process):
-            run_on_all_processes(partial(self._write_shard, shard, batch_size))
+        with tqdm(turns, desc="shards", disable=not state.is_local_main_process) as bar:  # ends its line on errors
+            for shard in bar:
+                run_on_all_processes(partial(self._write_shard, shard, batch_size))
         return run_on_main_process(self._finish)
 
     def _prepare_folder(self):
@@ -187,31 +167,36 @@ class PrecomputedWriter:
         except OSError as error:
             raise UserError(f"cannot create output_dir {self.folder}: {error}") from error
         index = read_index(self.folder)
-        if index is None and any(self.folder.iterdir()):
-            raise UserError(f"output_dir {self.folder} contains other files: choose an empty or new folder")
         changed = [] if index is None else _differences(index["made_of"], self.made_of)
+        if index is None and any(self.folder.iterdir()):
+            changed = ["it has no " + INDEX_FILE]
         if changed:
-            raise UserError(
-                f"output_dir {self.folder} holds other precomputed latents: {'; '.join(changed)}; use the same "
-                "settings to resume, or another folder"
-            )
+            reason = f"holds other files or precomputed latents: {'; '.join(changed)}"
+            raise UserError(f"output_dir {self.folder} {reason}; use the same settings, or another folder")
         for partial_file in self.folder.glob(".*.part"):
             partial_file.unlink()
         self._write_index(finished=False)
 
-    def _shards(self, rank: int, num_processes: int) -> Iterator[_ShardToWrite]:
-        """Yield the shards of one process."""
+    def _shards(self, rank: int, num_processes: int) -> Iterator[tuple[Path, _RowsToEncode, np.ndarray]]:
+        """Yield the file, the reader and the row numbers of each shard of one process."""
         per_shard = self.made_of["rows_per_shard"]
         for name, rows in self._rows.items():
             starts = range(0, len(rows.source), per_shard)
             for number, start in list(enumerate(starts))[rank::num_processes]:
                 indices = np.arange(start, min(start + per_shard, len(rows.source)))
-                yield _ShardToWrite(shard_path(self.folder, name, number), rows, indices)
+                yield shard_path(self.folder, name, number), rows, indices
 
-    def _write_shard(self, shard: _ShardToWrite | None, batch_size: int):
-        if shard is not None and not is_complete_shard(shard.file):
-            batches = shard.batches(batch_size, self.config.dataloader_num_workers)
-            shard.write([self._encode(batch) for batch in batches])
+    def _write_shard(self, shard: tuple[Path, _RowsToEncode, np.ndarray] | None, batch_size: int):
+        if shard is None or is_complete_shard(shard[0]):
+            return
+        file, rows, indices = shard
+        stream = Stream("precompute", rows, indices, seed=0, endless=False, skip_bad=False)
+        batches = list(map(self._encode, stream.batches(batch_size, num_workers=self.config.dataloader_num_workers)))
+        joined = {name: [entry for batch in batches for entry in batch[name]] for name in batches[0]}
+        unreadable = {row: reason for row, reason in enumerate(joined.pop("unreadable")) if reason is not None}
+        captions = joined.pop("all_captions", [])
+        columns = {name: torch.stack(entries).contiguous() for name, entries in joined.items()}
+        save_shard(file, columns, captions, unreadable)
 
     def _encode(self, batch: Batch) -> dict[str, torch.Tensor | list]:
         columns = {k: column for k, column in batch.columns.items() if k != "pixel_values"}
@@ -225,23 +210,22 @@ class PrecomputedWriter:
 
     def _finish(self) -> int:
         self._write_index(finished=True)
-        return sum(shard.file.stat().st_size for shard in self._shards(0, 1))
+        return sum(file.stat().st_size for file, _, _ in self._shards(0, 1))
 
     def _write_index(self, finished: bool):
         splits = {name: {"rows": len(rows.source)} for name, rows in self._rows.items()}
         if finished:
             for name in splits:
-                files = [shard.file for shard in self._shards(0, 1) if shard.file.name.startswith(f"{name}-")]
+                files = (file for file, rows, _ in self._shards(0, 1) if rows is self._rows[name])
                 splits[name]["bytes"] = [file.stat().st_size for file in files]
         index = {"format_version": FORMAT_VERSION, "finished": finished, "made_of": self.made_of}
         write_json(self.folder / INDEX_FILE, {**index, "images": self.images, "splits": splits})
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    changed = [name for name in now if _without_name(before.get(name)) != _without_name(now[name])]
+    def without_name(value: Any) -> Any:
+        # Encoders are compared by their weights, and may be loaded from elsewhere.
+        return {key: v for key, v in value.items() if key != "name"} if isinstance(value, dict) else value
+
+    changed = [name for name in now if without_name(before.get(name)) != without_name(now[name])]
     return [f"{name} was {before.get(name)!r} and is now {now[name]!r}" for name in changed]
-
-
-def _without_name(value: Any) -> Any:
-    # Encoders are compared by their weights, and may be loaded from elsewhere.
-    return {key: v for key, v in value.items() if key != "name"} if isinstance(value, dict) else value

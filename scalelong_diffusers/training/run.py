@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,83 +12,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import set_seed
 from diffusers import AutoencoderKL, DiffusionPipeline, ModelMixin
 from diffusers.training_utils import EMAModel
-from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
 from scalelong_diffusers.data import Batch, TrainingData, UnreadableImage, load_training_data
-from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
-from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE
 from scalelong_diffusers.models.mixin import SkipScalingMixin
-from scalelong_diffusers.patching import set_skip_scaling_strength, skip_connections
+from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.training import saving
-from scalelong_diffusers.training.checkpoints import Checkpoints
-from scalelong_diffusers.training.config import RunConfig, check_same_settings, settings_of
+from scalelong_diffusers.training.accelerator import make_accelerator
+from scalelong_diffusers.training.checkpoints import Checkpoints, load_state, prepare_folder, read_state, save_state
+from scalelong_diffusers.training.config import RunConfig
 from scalelong_diffusers.training.latents import check_autoencoder, encode_images
-from scalelong_diffusers.training.metrics_file import MetricsFile
 from scalelong_diffusers.training.models import build_model, load_vae
-from scalelong_diffusers.training.monitoring import SampleEvaluation, save_sample_grid, validation_losses
+from scalelong_diffusers.training.monitoring import MetricsFile, SampleEvaluation, save_sample_grid, validation_losses
 from scalelong_diffusers.training.noise import NoiseProcess
-from scalelong_diffusers.training.script import TrainingStopped
-from scalelong_diffusers.training.state import load_state, read_state, save_state
+from scalelong_diffusers.training.script import StopSignal, TrainingStopped
+from scalelong_diffusers.training.settings import (
+    RunSize,
+    check_same_settings,
+    describe_settings,
+    inexact_resume_warning,
+)
 from scalelong_diffusers.training.step import OptimizerStep
 
 
 SETTINGS_FILE = "settings.json"
-DEFAULT_BATCH_SIZE = 16
 
 Models = Mapping[str, nn.Module]
 LossesOf = Callable[[Models, Batch], torch.Tensor]
 MakeImages = Callable[[Sequence[int]], list[Image.Image]]
 
 
-@dataclass(frozen=True)
-class RunSize:
-    """What depends on the data and the number of processes."""
-
-    train_batch_size: int  # per process and forward pass
-    total_batch_size: int  # per optimizer step
-    max_train_steps: int
-
-    @classmethod
-    def of(cls, config: RunConfig, num_processes: int, num_samples: int) -> "RunSize":
-        options = config.optimization
-        shares = num_processes * options.gradient_accumulation_steps
-        per_process = options.train_batch_size
-        if per_process is None and options.total_batch_size is None:
-            per_process = DEFAULT_BATCH_SIZE
-        elif per_process is None:
-            per_process, rest = divmod(options.total_batch_size, shares)
-            if rest or not per_process:
-                raise UserError(
-                    f"--total_batch_size {options.total_batch_size} is not divisible by {num_processes} processes x "
-                    f"{options.gradient_accumulation_steps} accumulations: pass --train_batch_size"
-                )
-        total = per_process * shares
-        if total > num_samples:
-            raise UserError(
-                f"a step takes {total} images (--train_batch_size {per_process} x --gradient_accumulation_steps "
-                f"{options.gradient_accumulation_steps} x {num_processes} processes), but there are only "
-                f"{num_samples} to train on: use a smaller batch"
-            )
-        steps = options.max_train_steps or math.ceil(num_samples * options.num_train_epochs / total)
-        return cls(per_process, total, steps)
-
-
 @dataclass
 class Progress:
-    """What has happened since the last log line. Checkpoints keep it, so that a resumed run logs the same lines."""
+    """Losses since the last log line. Checkpoints keep them, so that a resumed run logs the same lines."""
 
     loss_sum: float = 0.0
     finite_steps: int = 0
@@ -102,7 +67,7 @@ class Progress:
 
 class TrainingRun:
     """
-    Resumes, accumulates, averages, saves and logs around the loss that a script computes.
+    A training run: data, accumulation, EMA, checkpoints and logging around the loss that a script computes.
 
     ```python
     run = TrainingRun(config)
@@ -116,31 +81,13 @@ class TrainingRun:
     run.save(pipeline())
     ```
 
-    Between two logging steps nothing waits for the device.
+    Between two logging steps the host never waits for the device.
     """
 
     def __init__(self, config: RunConfig):
         self.config = config
         self.folder = Path(config.output.output_dir)
-        _check_tracker(config.monitoring.report_to)
-        # A pipeline or text encoder is loaded or saved often, and what ends a run must stand out on stderr.
-        for library in (diffusers_logging, transformers_logging):
-            library.disable_progress_bar()
-        self.accelerator = Accelerator(
-            mixed_precision=config.optimization.mixed_precision,
-            gradient_accumulation_steps=config.optimization.gradient_accumulation_steps,
-            log_with=None if config.monitoring.report_to == "none" else config.monitoring.report_to,
-            project_config=ProjectConfiguration(
-                project_dir=self.folder, logging_dir=self.folder / config.monitoring.logging_dir
-            ),
-        )
-        check_processes(self.accelerator)
-        if self.accelerator.gradient_accumulation_steps != config.optimization.gradient_accumulation_steps:
-            raise UserError(
-                f"accelerate is configured for {self.accelerator.gradient_accumulation_steps} accumulation steps and "
-                f"--gradient_accumulation_steps is {config.optimization.gradient_accumulation_steps}: make them equal"
-            )
-        torch.backends.cuda.matmul.allow_tf32 = config.optimization.allow_tf32
+        self.accelerator = make_accelerator(config)
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -149,8 +96,9 @@ class TrainingRun:
         self.vae: AutoencoderKL | None = None
         self.latent_scale: float | None = None  # the autoencoder's own
         self.data: TrainingData | None = None
-        self._signal = 0
-        run_on_main_process(self._prepare_folder)
+        self.stop_signal = StopSignal()
+        is_new = config.output.resume_from_checkpoint is None
+        run_on_main_process(lambda: prepare_folder(self.checkpoints, is_new))
 
     # Set-up
 
@@ -216,15 +164,27 @@ class TrainingRun:
 
         Args:
             modules: the trained models, by the names of their folders in a checkpoint.
-            optimizer: the fused AdamW of the config by default. Another one waits for the device in each step, unless
-                it can skip a step by `found_inf`.
+            optimizer: the fused AdamW of the config by default. With an optimizer that is not fused, each step waits
+                for the device to learn whether the loss is finite.
             warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
         """
         options = self.config.optimization
         self.modules = modules
         self.size = RunSize.of(self.config, self.accelerator.num_processes, self.data.train.num_samples)
-        self._warmup_steps = options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps
-        self.settings = self._describe_settings()
+        self.warmup_steps = (options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps) or 0
+        if self.warmup_steps >= self.size.max_train_steps:
+            raise UserError(
+                f"--skip_scaling_warmup_steps {self.warmup_steps} does not end within the run's "
+                f"{self.size.max_train_steps} steps: warm up for fewer steps, or train longer"
+            )
+        self.settings = describe_settings(self)
+        for name, value in self.settings.items():
+            self.accelerator.print(f"{name}: {value}")
+        if options.lr_scheduler != "constant" and options.lr_warmup_steps >= self.size.max_train_steps:
+            self.accelerator.print(
+                f"warning: the learning rate warms up for {options.lr_warmup_steps} steps (--lr_warmup_steps), and "
+                f"the run has only {self.size.max_train_steps}"
+            )
         evaluates = self.config.monitoring.eval_steps > 0
         self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
         for module in modules.values():
@@ -250,7 +210,7 @@ class TrainingRun:
             for module in modules.values()
             if isinstance(module, SkipScalingMixin)
         }
-        self._figures: dict[str, Any] = {}
+        self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds = 0.0
         if self.config.output.resume_from_checkpoint is not None:
@@ -279,7 +239,7 @@ class TrainingRun:
             rank=self.accelerator.process_index,
             num_workers=self.config.data.dataloader_num_workers,
         )
-        with self._progress_bar(), self._catching_signals():
+        with self._progress_bar(), self.stop_signal.caught():
             self._started = time.perf_counter()
             # Counted from the first batch of this process, which begins a step also if the run was resumed.
             for count, batch in enumerate(self._readable(batches)):
@@ -316,11 +276,11 @@ class TrainingRun:
 
     def evaluate(self, make_images: MakeImages):
         """Log FID and KID of images. All processes call `make_images`, each for its share of the numbers."""
-        self.record(self._evaluation.figures(self, make_images))
+        self.record(self._evaluation.compute(self, make_images))
 
-    def record(self, figures: dict[str, Any]):
-        """Add figures to the log line of this step."""
-        self._figures.update(figures)
+    def record(self, values: dict[str, Any]):
+        """Add values to the log line of this step. All processes must call this."""
+        self._recorded.update(values)
 
     def encode_images(self, batch: Batch) -> torch.Tensor:
         """Return the pixels of a batch, or newly drawn latents of a latent model."""
@@ -345,10 +305,10 @@ class TrainingRun:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self._signal != 0
+        """Whether this process has received a signal to stop."""
+        return self.stop_signal.number != 0
 
-    def say(self, text: str):
+    def print(self, text: str):
         """Print a line once, above the progress bar."""
         if self.accelerator.is_main_process:
             tqdm.write(text)
@@ -405,7 +365,7 @@ class TrainingRun:
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    # Around a batch
+    # Steps
 
     def _begin(self, micro_step: int):
         # Dropout depends on the seed, the step and the process.
@@ -418,17 +378,17 @@ class TrainingRun:
 
     def _warm_up(self, step: int):
         """Set the strength of the scaling in a step, counted from 0."""
-        if self._warmup_steps:
+        if self.warmup_steps:
             for module, strength in self._full_strength.items():
-                set_skip_scaling_strength(module, strength * min(1.0, step / self._warmup_steps))
+                set_skip_scaling_strength(module, strength * min(1.0, step / self.warmup_steps))
 
     def _end_step(self):
-        log = self.is_due(self.config.monitoring.logging_steps) or bool(self._figures)
+        log = self.is_due(self.config.monitoring.logging_steps) or bool(self._recorded)
         save = self.is_due(self.config.output.checkpointing_steps)
         # One process can stop at any step. Several must agree, which they do when they wait for the device anyway.
         stop = self.is_stopping and self.accelerator.num_processes == 1
         if log or save or stop:
-            stop = self._look()
+            stop = self._read_statistics()
         if log:
             self._log()
         if save or stop:
@@ -436,7 +396,7 @@ class TrainingRun:
         if stop and self.global_step < self.size.max_train_steps:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-            number = self._signal or signal.SIGTERM
+            number = self.stop_signal.number or signal.SIGTERM
             raise TrainingStopped(
                 f"stopped by {signal.Signals(number).name} after step {self.global_step} of "
                 f"{self.size.max_train_steps}; the same command with --resume_from_checkpoint latest resumes",
@@ -444,10 +404,10 @@ class TrainingRun:
                 on_all_processes=True,
             )
 
-    def _look(self) -> bool:
-        """Wait for the device, add up what happened, and return whether a process was asked to stop."""
+    def _read_statistics(self) -> bool:
+        """Wait for the device, update the progress, and return whether a process has received a signal to stop."""
         started = time.perf_counter()
-        seen = self.optimizer_step.look(self.is_stopping)
+        seen = self.optimizer_step.read_statistics(self.is_stopping)
         self._seconds += time.perf_counter() - started
         self._grad_norm = seen.grad_norm
         self.progress.loss_sum += seen.loss_sum
@@ -458,9 +418,9 @@ class TrainingRun:
         return seen.interrupted
 
     def _report_nonfinite_steps(self, longest_run: int):
-        self.say(
-            f"warning: step {self.global_step}: up to {longest_run} steps in a row had a non-finite loss or gradient, "
-            "and their updates were skipped"
+        self.print(
+            f"warning: step {self.global_step}: skipped updates with a non-finite loss or gradient (at most "
+            f"{longest_run} in a row)"
         )
         limit = self.config.optimization.max_nonfinite_losses
         if longest_run >= limit and not self.optimizer_step.scaler_can_help():
@@ -479,11 +439,11 @@ class TrainingRun:
             "loss": progress.loss_sum / progress.finite_steps if progress.finite_steps else math.nan,
             "grad_norm": self._grad_norm,
             "lr": self.optimizer_step.learning_rate,
-            **self._figures,
+            **self._recorded,
             "images_per_second": images / self._seconds,
         }
         self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row, logged_at=step)
-        self._figures, self._seconds = {}, 0.0
+        self._recorded, self._seconds = {}, 0.0
         self.write("the log", lambda: self.metrics.write(line))
         scalars = {name: value for name, value in line.items() if isinstance(value, float)}
         self.accelerator.log(scalars, step=step)
@@ -508,52 +468,19 @@ class TrainingRun:
         check_same_settings(
             str(path), self.config, state["settings"], self.settings, self.config.output.allow_changed_settings
         )
+        if warning := inexact_resume_warning(state["settings"], self.settings):
+            self.accelerator.print(f"warning: {warning}")
+        if state["step"] > self.size.max_train_steps:
+            raise UserError(
+                f"{path} is beyond the run's {self.size.max_train_steps} steps: increase --max_train_steps or "
+                "--num_train_epochs"
+            )
         load_state(self, path, state)
         # The strength of the last step, with which the models are saved if no other step follows.
         self._warm_up(max(0, self.global_step - 1))
         self.accelerator.print(f"resumed from {path}, after step {self.global_step}")
 
-    # Surroundings
-
-    def _prepare_folder(self):
-        try:
-            _check_writable(self.folder)
-        except OSError as error:
-            raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
-        self.checkpoints.remove_leftovers()
-        if self.config.output.resume_from_checkpoint is not None:
-            return
-        if self.checkpoints.steps():
-            raise UserError(
-                f"--output_dir {self.folder} holds another run: pass --resume_from_checkpoint latest to resume it, or "
-                "another folder"
-            )
-        contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
-        for name, what in contents.items():
-            if (self.folder / name).exists():
-                raise UserError(f"--output_dir {self.folder} holds {what}: pass another folder")
-
-    def _describe_settings(self) -> dict[str, Any]:
-        """Return all options and what they led to, and print them."""
-        train, validation = self.data.train.num_samples, self.data.validation.num_samples
-        settings = {
-            **settings_of(self.config),
-            **dataclasses.asdict(self.size),
-            "resolution": self.resolution,
-            "mixed_precision": self.accelerator.mixed_precision,
-            "skip_scaling_warmup_steps": self._warmup_steps or 0,
-            "data": f"{self.data.description}: {train:,} to train on, {validation:,} to validate with",
-            "data_fingerprint": self.data.fingerprint,
-            "model": _describe_model(self.modules["unet"]),
-        }
-        for name, value in sorted(settings.items()):
-            self.accelerator.print(f"{name}: {value}")
-        if settings["lr_scheduler"] != "constant" and settings["lr_warmup_steps"] >= self.size.max_train_steps:
-            self.accelerator.print(
-                f"warning: the learning rate warms up for {settings['lr_warmup_steps']} steps (--lr_warmup_steps), "
-                f"and the run has only {self.size.max_train_steps}"
-            )
-        return settings
+    # Output folder, settings and signals
 
     def _write_settings(self):
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -571,22 +498,6 @@ class TrainingRun:
         with self._bar:
             yield
 
-    @contextmanager
-    def _catching_signals(self):
-        """Save and stop at SIGTERM and the first Ctrl-C. A second Ctrl-C stops without saving."""
-
-        def note(number, frame):
-            if self._signal == number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._signal = number
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _readable(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Report and count unreadable images that were skipped. Others end the run with one line."""
         try:
@@ -600,56 +511,11 @@ class TrainingRun:
             raise TrainingStopped(str(error), exit_code=2) from error
 
 
-def check_processes(accelerator: Accelerator):
-    """Raise a `UserError` if the processes do not know each other, or are not plain DDP."""
-    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in supported:
-        raise UserError(f"the scripts train with DDP, but accelerate uses {accelerator.distributed_type.value}")
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started != accelerator.num_processes:
-        raise UserError(
-            f"{started} processes were started, but accelerate finds no GPU for them: set ACCELERATE_USE_CPU=1 to "
-            "train on CPUs"
-        )
-
-
-def _check_tracker(name: str):
-    if name in ("none", "all"):
-        return
-    if name not in LOGGER_TYPE_TO_CLASS:
-        accepted = ["none", "all", *LOGGER_TYPE_TO_CLASS]
-        raise UserError(
-            f"--report_to must be one of {', '.join(accepted)}, got {name!r}{did_you_mean(name, accepted)}"
-        )
-    if name not in [tracker.value for tracker in get_available_trackers()]:
-        raise UserError(f"--report_to {name} needs a package: pip install {name}")
-
-
-def _check_writable(folder: Path):
-    """Try to write into a folder, and remove what was created for this: a refused run leaves nothing behind."""
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    finally:
-        for path in created:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-
-
-def _describe_model(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    total = sum(parameter.numel() for parameter in parameters)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    part = "" if trained == total else f", {trained:,} trained"
-    return f"{type(model).__name__}, {total:,} parameters{part}, {skip_connections(model).config}"
-
-
 def _enable_gradient_checkpointing(module: nn.Module):
     """Use the method of diffusers or of transformers."""
     if isinstance(module, ModelMixin):
         module.enable_gradient_checkpointing()
-    else:
+    elif hasattr(module, "activation_checkpointing_enable"):
+        module.activation_checkpointing_enable()
+    else:  # transformers 5 before the method was renamed
         module.gradient_checkpointing_enable()

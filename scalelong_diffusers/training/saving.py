@@ -1,4 +1,4 @@
-"""The end of a run: the pipeline or adapter that it leaves in its folder and pushes to the Hub."""
+"""Save the pipeline or adapter of a finished run in its folder, and push it to the Hub."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def _save_and_push(
     card: Mapping[str, Any],
 ):
     """
-    Save, say how to load what was saved, and push.
+    Save, print how to load the result, and push.
 
     Args:
         load: code that loads it, to be printed.
@@ -62,7 +62,7 @@ def _save_and_push(
 
 
 def _save_into(save: Callable[[Path], None], folder: Path):
-    """Save aside and move, the pipeline's index last, so that it never names a missing folder."""
+    """Save into a temporary folder and move its content. The index comes last: it must not name missing folders."""
     aside = folder / ".partial-pipeline"
     try:
         save(aside)

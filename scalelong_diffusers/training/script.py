@@ -1,15 +1,17 @@
-"""How a training script ends: in one line for what the user can change, with a traceback for a bug."""
+"""End a training script: with one line for invalid input, with a traceback for a bug."""
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.processes import OtherProcessFailed
 
 
 class TrainingStopped(Exception):
@@ -18,7 +20,7 @@ class TrainingStopped(Exception):
 
     Args:
         exit_code: of the script.
-        on_all_processes: whether all processes raise it, so that one of them reports it.
+        on_all_processes: whether all processes raise it, so that one on each machine prints it.
     """
 
     def __init__(self, message: str, exit_code: int = 1, on_all_processes: bool = False):
@@ -36,10 +38,10 @@ def run_script(main: Callable[[], object]):
         stopped = error
     except UserError as error:
         message = " ".join(str(error).split())
-        stopped = TrainingStopped(message, exit_code=2, on_all_processes=not isinstance(error, OtherProcessFailed))
+        stopped = TrainingStopped(message, exit_code=2, on_all_processes=True)
     except KeyboardInterrupt:
         message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
-        stopped = TrainingStopped(message, exit_code=130)
+        stopped = TrainingStopped(message, exit_code=130, on_all_processes=True)
     except Exception:
         if not torch.distributed.is_initialized():
             raise
@@ -57,3 +59,28 @@ def _exit_without_waiting(code: int):
     """Exit although other processes may be in a collective call, for which torch would wait forever."""
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
+
+
+class StopSignal:
+    """The signal that asked this process to save and stop: SIGTERM or the first Ctrl-C. 0 if there was none."""
+
+    number = 0
+
+    @contextmanager
+    def caught(self):
+        """Note signals instead of ending the process. A second Ctrl-C ends it without saving."""
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+            yield
+            return
+
+        def note(number, frame):
+            if self.number == number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.number = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -42,7 +42,7 @@ def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusi
     """
     Load a Stable Diffusion 1, 2 or XL from a folder or the Hub, and freeze everything except the U-Net.
 
-    The options are those of `DiffusionPipeline.from_pretrained`.
+    Takes the options of `DiffusionPipeline.from_pretrained`.
     """
     # The class is checked before gigabytes of another model are downloaded.
     _check_class(source, pipeline_index(source, options)["_class_name"])

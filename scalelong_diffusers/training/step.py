@@ -14,7 +14,7 @@ from scalelong_diffusers.training.config import OptimizationConfig
 
 
 class StepStatistics(NamedTuple):
-    """What happened since the last look, over all processes."""
+    """Statistics of all processes since they were last read."""
 
     loss_sum: float
     finite_steps: int
@@ -26,11 +26,12 @@ class StepStatistics(NamedTuple):
 
 class OptimizerStep:
     """
-    Takes losses and moves the parameters.
+    The optimizer of a run, with its learning rate and EMA weights.
 
     A step whose loss or gradients are not finite leaves weights and optimizer as they are: a non-finite loss makes all
     gradients NaN, in every process, and the fused optimizer reads `found_inf` on the device. Its EMA and learning rate
-    advance as usual. `look` is the only method that waits for the device.
+    advance as usual. Only `read_statistics` and
+    `nonfinite_weights` wait for the device.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class OptimizerStep:
             num_cycles=config.lr_num_cycles,
             power=config.lr_power,
         )
-        # A pure function of the step: nothing of it must be saved, and several processes cannot step it twice.
+        # A pure function of the step: it has no state to save, and accelerate cannot step it once per process.
         self._lr_factor, self._base_lrs = scheduler.lr_lambdas[0], scheduler.base_lrs
         device = self.parameters[0].device
         # Sums of fp32 losses are exact in float64, so that a run logs the same after any interruption.
@@ -75,12 +76,13 @@ class OptimizerStep:
         return self.optimizer.param_groups[0]["lr"]
 
     def backward(self, loss: torch.Tensor):
-        """Add the gradients of one of the step's losses. NaN minus NaN and inf minus inf are NaN, all else is 0."""
+        """Add the gradients of one of the step's losses. A non-finite loss makes them NaN."""
+        # x - x is NaN for NaN and infinities, otherwise 0.
         self.accelerator.backward(loss * (1 + (loss - loss).detach()))
         self._step_loss += loss.detach() / self.config.gradient_accumulation_steps
 
     def update(self):
-        """Move the parameters by the gradients of all losses of the step."""
+        """Update the parameters and the EMA weights from the gradients of the step."""
         scaler = self.accelerator.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -99,9 +101,9 @@ class OptimizerStep:
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.step(self.parameters)
-        self._note(is_finite, norm)
+        self._count(is_finite, norm)
 
-    def _note(self, is_finite: torch.Tensor, norm: torch.Tensor):
+    def _count(self, is_finite: torch.Tensor, norm: torch.Tensor):
         loss_sum, finite_steps, in_a_row, longest = self._statistics.unbind()
         in_a_row = torch.where(is_finite, 0.0, in_a_row + 1)
         self._statistics = torch.stack(
@@ -115,10 +117,10 @@ class OptimizerStep:
         self._grad_norm = norm
         self._step_loss = torch.zeros_like(self._step_loss)
 
-    def look(self, interrupted: bool = False) -> StepStatistics:
+    def read_statistics(self, is_stopping: bool = False) -> StepStatistics:
         """Wait for the device, return the statistics of all processes and start new ones."""
         mine = torch.cat(
-            [self._statistics, self._grad_norm.to(self._statistics)[None], self._statistics.new_tensor([interrupted])]
+            [self._statistics, self._grad_norm.to(self._statistics)[None], self._statistics.new_tensor([is_stopping])]
         )
         rows = self.accelerator.gather(mine[None]).tolist()
         loss_sum = math.fsum(row[0] for row in rows) / len(rows)
@@ -135,10 +137,12 @@ class OptimizerStep:
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() > 1
 
+    @torch.no_grad()
     def nonfinite_weights(self, count: int = 3) -> list[str]:
         """Return the names of the first parameters with a non-finite entry."""
-        largest = torch.stack(torch._foreach_norm(self.parameters, ord=math.inf)).tolist()
-        return [name for name, value in zip(self.named_parameters, largest) if not math.isfinite(value)][:count]
+        if torch.nn.utils.get_total_norm(self.parameters, math.inf).isfinite():
+            return []
+        return [name for name, weight in self.named_parameters.items() if not weight.isfinite().all()][:count]
 
 
 def adamw(config: OptimizationConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:

@@ -1,4 +1,4 @@
-"""The text of a run: the encoder that reads captions, loaded or built from them, and the prompts of sample grids."""
+"""Text conditioning: the encoder of the captions, loaded or built from them, and the prompts of sample grids."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -74,8 +74,8 @@ class TextCondition:
             width = get_preset(config.model.preset).config["cross_attention_dim"]
             raise UserError(
                 f"preset {config.model.preset} reads text with a CLIP of width {width}: pass "
-                "--pretrained_text_encoder_name_or_path openai/clip-vit-large-patch14, or --train_text_encoder for one "
-                "that is built from the captions"
+                "--pretrained_text_encoder_name_or_path openai/clip-vit-large-patch14, or --train_text_encoder to "
+                "build one from the captions"
             )
         self._loaded = None if source is None else load_text_encoder_for_training(source, run.device, self.is_trained)
 

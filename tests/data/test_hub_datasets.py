@@ -86,6 +86,8 @@ print_error(dataset_name="tester/tars", **streamed)
 print_error(dataset_name="tester/nothing", **streamed)
 """
 
+PRIVATE = "; if it is private or gated, log in with `hf auth login`; use train_data_dir for a local folder"
+
 OFFLINE = (
     COMMON
     + """
@@ -106,20 +108,20 @@ def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
         "['small', 'large']; choose one with dataset_config_name",
         "cannot load the dataset tester/pets: BuilderConfig 'tiny' not found. Available: ['small', 'large']; choose "
         "one with dataset_config_name",
-        "cannot find the dataset tester/pets at revision 'v2' on the Hub; if it is private or gated, log in with "
-        "`hf auth login`; if it is a local folder, use train_data_dir",
-        "cannot find the dataset tester/birds on the Hub; if it is private or gated, log in with `hf auth login`; if "
-        "it is a local folder, use train_data_dir",
+        "cannot load the dataset tester/pets: Revision 'v2' doesn't exist for dataset 'tester/pets' on the Hub"
+        + PRIVATE,
+        "cannot load the dataset tester/birds: Dataset 'tester/birds' doesn't exist on the Hub or cannot be accessed"
+        + PRIVATE,
         "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
         f"{[*range(24), *range(26, 32)]} True True",
         "[]",
-        "only parquet files can be streamed from the Hub, and the dataset tester/tars has 0.tar; try "
+        "tester/tars has 0.tar, and only parquet files can be streamed from the Hub; try "
         "dataset_revision='refs/convert/parquet'",
-        "cannot find the dataset tester/nothing on the Hub; if it is private or gated, log in with `hf auth login`; "
-        "if it is a local folder, use train_data_dir",
+        "cannot load the dataset tester/nothing: Dataset 'tester/nothing' doesn't exist on the Hub or cannot be "
+        "accessed" + PRIVATE,
     ]
     assert hub(OFFLINE, HF_HUB_OFFLINE="1").stdout.splitlines() == [
         "tester/pets, 20 images",
-        "cannot reach the Hub, and the dataset tester/birds is not in the cache; check the connection and "
-        "HF_HUB_OFFLINE, or use a local folder with train_data_dir",
+        "cannot load the dataset tester/birds: Couldn't reach 'tester/birds' on the Hub (OfflineModeIsEnabled); check "
+        "the connection and HF_HUB_OFFLINE",
     ]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.sources import open_sources
+from scalelong_diffusers.data.training_data import open_sources
 
 
 def contents(data):

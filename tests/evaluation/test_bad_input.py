@@ -44,11 +44,7 @@ class TestReference:
 
     def test_that_is_not_on_the_hub(self, error_of, pictures):
         line = error_of(pictures(3), reference="nobody/nothing")
-        assert "the reference nobody/nothing cannot be opened as a Hub dataset: " in line
-
-    def test_that_is_misspelled(self, error_of, pictures):
-        line = error_of(pictures(3), reference="shape")
-        assert "the reference shape (did you mean 'shapes'?) cannot be opened" in line
+        assert "cannot load the dataset nobody/nothing: " in line
 
     def test_num_shapes_of_another_dataset(self, error_of, pictures):
         line = error_of(pictures(3), "--num_shapes", 5, reference=pictures(3, "data"))
@@ -58,13 +54,15 @@ class TestReference:
         (tmp_path / "empty").mkdir()
         assert "folder empty" in error_of(pictures(3), reference=tmp_path / "empty")
 
-    def test_with_a_cache_folder_that_is_a_file(self, error_of, pictures, tmp_path):
+    def test_with_a_cache_folder_that_is_a_file(self, evaluate, pictures, tmp_path):
         (tmp_path / "file").write_text("words")
-        line = error_of(pictures(3), "--num_shapes", 20, cache_dir=tmp_path / "file")
-        assert "the folder for statistics cannot be created: " in line
+        code, printed, errors = evaluate(pictures(3), "--num_shapes", 20, cache_dir=tmp_path / "file")
+        assert code == 0
+        assert printed.startswith("FID ")
+        assert "warning: the statistics of the reference cannot be saved: " in errors
 
     def test_of_one_image(self, error_of, pictures):
-        assert "at least two images are needed" in error_of(pictures(3), reference=pictures(1, "one"))
+        assert "at least two images, got 1" in error_of(pictures(3), reference=pictures(1, "one"))
 
     def test_without_the_split(self, error_of, pictures):
         line = error_of(pictures(3), "--split", "validation", reference=pictures(3, "data"))
@@ -99,34 +97,33 @@ class TestStatistics:
 
     def test_of_another_network(self, error_of, saved, pictures, make_network, tmp_path):
         line = error_of(pictures(3), reference=saved, features=make_network(tmp_path / "other", hidden_size=8))
+        assert "but the feature network has 8 features of 'other' (" in line
         assert "the statistics of the reference have 16 features of 'tiny-vit' (" in line
-        assert "but the feature network is 'other' (" in line
-        assert line.endswith(") with 8")
 
     def test_of_inception_with_another_network(self, error_of, pictures, tmp_path):
         np.savez(tmp_path / "published.npz", mu=np.zeros(2048), sigma=np.eye(2048))
         line = error_of(pictures(3), "--metric", "fid", reference=tmp_path / "published.npz")
         assert "have 2,048 features of 'inception'" in line
-        assert "the feature network is 'tiny-vit'" in line
+        assert "but the feature network has 16 features of 'tiny-vit'" in line
         line = error_of(pictures(3), reference=tmp_path / "published.npz")
         assert "KID needs features, and these statistics have only a mean and covariance: use fid instead" in line
 
     def test_of_another_size(self, error_of, saved, pictures):
         line = error_of(pictures(3, "large", size=(16, 16)), reference=saved)
-        assert "statistics of images with 8 x 8 pixels, but the evaluated images have 16 x 16" in line
+        assert "is of images with 8 x 8 pixels, but these have 16 x 16" in line
 
     def test_with_flags_for_datasets(self, error_of, saved, pictures):
         line = error_of(pictures(3), "--crop_size", 8, reference=saved)
-        assert f"--crop_size needs a dataset, and {saved} is a file of statistics" in line
+        assert f"--crop_size needs a dataset, and the reference is {saved}" in line
 
     def test_npz_of_another_network(self, error_of, pictures, tmp_path):
         np.savez(tmp_path / "other.npz", mu=np.zeros(64), sigma=np.eye(64))
         line = error_of(pictures(3), "--metric", "fid", reference=tmp_path / "other.npz")
-        assert "'mu' must have the 2,048 features of Inception, got 64" in line
+        assert "the statistics of the reference have 64 features of 'inception'" in line
 
     def test_that_are_damaged(self, error_of, pictures, tmp_path):
         (tmp_path / "broken.npz").write_text("not an archive")
-        assert "broken.npz is damaged or not a file of statistics: " in error_of(
+        assert "broken.npz cannot be read as a file of statistics" in error_of(
             pictures(3), reference=tmp_path / "broken.npz"
         )
 
@@ -149,7 +146,7 @@ class TestImages:
         assert line.endswith("nothing is not a pipeline (no model_index.json) and has no images")
 
     def test_a_model_without_its_pipeline(self, error_of, pipeline):
-        assert "and has no images; give the folder of its pipeline" in error_of(pipeline / "unet")
+        assert "is not a pipeline (no model_index.json) and has no images" in error_of(pipeline / "unet")
 
     def test_missing_sample(self, error_of, measured, pipeline, tmp_path):
         out = tmp_path / "out"
@@ -157,17 +154,19 @@ class TestImages:
         Image.new("RGB", (8, 8)).save(out / "other.png")
         assert measured(out, "--num_shapes", 20)["n"] == 5, "other files are not samples"
         complete = (out / "000003.png").read_bytes()
-        (out / "000003.png").write_bytes(complete[:-1])
-        assert f"{out / '000003.png'} is cut off: run `scalelong sample` again" in error_of(out, "--num_shapes", 20)
+        (out / "000003.png").write_bytes(complete[:60])
+        assert f"{out / '000003.png'} cannot be read: " in error_of(out, "--num_shapes", 20)
         (out / "000003.png").unlink()
-        assert f"{out / '000003.png'} is missing: run `scalelong sample` again" in error_of(out, "--num_shapes", 20)
+        assert f"{out / '000003.png'} cannot be read: [Errno 2] No such file" in error_of(out, "--num_shapes", 20)
         measured(out, "--num_shapes", 20, num_images=3)
 
     def test_prompts_for_an_unconditional_pipeline(self, error_of, pipeline, tmp_path):
-        line = error_of(pipeline, prompt_file=tmp_path / "none.txt")
+        assert "none.txt does not exist or is empty" in error_of(pipeline, prompt_file=tmp_path / "none.txt")
         kind = "ScaleLongUnconditionalPipeline"
-        assert f"--prompt_file needs a text-to-image pipeline, and {pipeline} is a {kind}" in line
-        line = error_of(pipeline, "--prompt", "red", prompts=tmp_path / "none.txt")
+        (tmp_path / "some.txt").write_text("red\n")
+        line = error_of(pipeline, "--num_shapes", 20, prompt_file=tmp_path / "some.txt")
+        assert f"--prompt needs a text-to-image pipeline, and {pipeline} is a {kind}" in line
+        line = error_of(pipeline, "--prompt", "red", prompts=tmp_path / "some.txt")
         assert "--prompt and --prompt_file are both given" in line
         line = error_of(pipeline, "--prompt", "red", "--num_shapes", 20)
         assert f"--prompt needs a text-to-image pipeline, and {pipeline} is a {kind}" in line
@@ -175,7 +174,7 @@ class TestImages:
     def test_of_several_sizes(self, error_of, pictures):
         folder = pictures(3)
         Image.new("RGB", (9, 8)).save(folder / "999.png")
-        assert "999.png has 9 x 8 pixels, but " in error_of(folder, "--num_shapes", 20)
+        assert "999.png (9 x 8 pixels) must have the size of " in error_of(folder, "--num_shapes", 20)
 
     def test_unreadable_image(self, error_of, pictures):
         folder = pictures(3)
@@ -201,7 +200,7 @@ class TestImages:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (["--scheduler", "ddmi"], "unknown scheduler 'ddmi' (did you mean 'ddpm'?); accepted: "),
+            (["--scheduler", "ddmi"], "unipc, got 'ddmi' (did you mean 'ddpm'?)"),
             (["--class", "nosuch"], "--class_labels needs a class-conditional pipeline, and "),
             (["--steps", 0], "num_inference_steps must be an integer, at least 1, got 0"),
             (
@@ -220,7 +219,7 @@ class TestImages:
     def test_checks_the_folder_before_it_reads_the_reference(self, error_of, pipeline, tmp_path):
         (tmp_path / "file").write_text("words")
         line = error_of(pipeline, "--num_shapes", 20, num_images=2, output_dir=tmp_path / "file" / "out")
-        assert f"/out cannot be a folder: {tmp_path / 'file'} is a file; give another --output_dir" in line
+        assert f"/out cannot be a folder, because {tmp_path / 'file'} is a file: give another --output_dir" in line
         assert not (tmp_path / "cache" / "statistics").exists()
 
     def test_unfinished_run(self, error_of, tmp_path):
@@ -229,7 +228,7 @@ class TestImages:
             Image.new("RGB", (8, 8)).save(tmp_path / "run" / "samples" / f"step-{step}.png")
         (tmp_path / "run" / "metrics.jsonl").write_text("")
         line = error_of(tmp_path / "run", "--num_shapes", 20)
-        assert "run is an unfinished training run without a model_index.json: resume it" in line
+        assert "and has no images; resume this unfinished training run with" in line
 
     def test_checks_guidance_before_it_reads_the_reference(self, error_of, tmp_path):
         unet = UViTModel(
@@ -273,7 +272,9 @@ class TestMetricsAndFeatures:
         assert "preprocessor_config.json" in line
 
     def test_pipeline_as_network(self, error_of, pictures, pipeline):
-        assert f"the image processor of {pipeline} cannot be loaded: " in error_of(pictures(3), features=pipeline)
+        assert f"{pipeline} cannot be loaded as a vision model of transformers: " in error_of(
+            pictures(3), features=pipeline
+        )
 
     def test_random_network(self, error_of, pictures, tmp_path):
         size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UViTModel
 from scalelong_diffusers.cli import main
-from scalelong_diffusers.data.sources import fixed_permutation
+from scalelong_diffusers.data.images import fixed_permutation
 from scalelong_diffusers.evaluation import (
     FeatureStatistics,
     ImageFiles,

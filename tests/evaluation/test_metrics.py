@@ -10,7 +10,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from scalelong_diffusers import UserError
 from scalelong_diffusers.evaluation import FeatureStatistics, frechet_distance, kernel_distance, sample_size_warnings
-from scalelong_diffusers.evaluation.statistics import Moments
+from scalelong_diffusers.evaluation.metrics import Moments
 
 
 def gaussian(mean, covariance) -> FeatureStatistics:

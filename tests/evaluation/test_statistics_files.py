@@ -54,11 +54,11 @@ def corrupt(path):
 DAMAGED = {
     "cut.safetensors": (
         lambda path: (write(path), path.write_bytes(path.read_bytes()[:-9])),
-        "is damaged or not a file of statistics",
+        "cannot be read as a file of statistics",
     ),
     "other.safetensors": (
         lambda path: save_file({"weight": torch.zeros(2)}, path),
-        "is damaged or not a file of statistics",
+        "cannot be read as a file of statistics",
     ),
     "newer.safetensors": (
         lambda path: write(path, facts={"version": 99}),
@@ -66,25 +66,25 @@ DAMAGED = {
     ),
     "shape.safetensors": (
         lambda path: write(path, covariance=torch.eye(3)),
-        "its mean has shape (2,), its covariance (3, 3)",
+        "mean and covariance must be finite and fit, got",
     ),
-    "nan.safetensors": (lambda path: write(path, mean=torch.full((2,), torch.nan)), "numbers that are not finite"),
-    "text.npz": (lambda path: path.write_text("mu and sigma"), "is damaged or not a file of statistics"),
-    "empty.npz": (lambda path: path.write_text(""), "is damaged or not a file of statistics"),
+    "nan.safetensors": (lambda path: write(path, mean=torch.full((2,), torch.nan)), "must be finite"),
+    "text.npz": (lambda path: path.write_text("mu and sigma"), "cannot be read as a file of statistics"),
+    "empty.npz": (lambda path: path.write_text(""), "cannot be read as a file of statistics"),
     "cut.npz": (
         lambda path: (np.savez(path, mu=np.zeros(9), sigma=np.eye(9)), path.write_bytes(path.read_bytes()[:300])),
-        "is damaged or not a file of statistics",
+        "cannot be read as a file of statistics",
     ),
     "corrupt.npz": (
         lambda path: (np.savez_compressed(path, mu=np.zeros(9), sigma=np.eye(9)), corrupt(path)),
-        "is damaged or not a file of statistics",
+        "cannot be read as a file of statistics",
     ),
     "arrays.npz": (lambda path: np.savez(path, mean=np.zeros(2)), "mu is not a file in the archive"),
     "pickle.npz": (
         lambda path: np.savez(path, mu=np.array([{}]), sigma=np.eye(1)),
-        "is damaged or not a file of statistics",
+        "cannot be read as a file of statistics",
     ),
-    "statistics.pt": (lambda path: path.write_text(""), "a file of statistics must end in .safetensors or .npz"),
+    "statistics.pt": (lambda path: path.write_text(""), "a file of statistics (.safetensors or .npz)"),
 }
 
 
@@ -97,5 +97,5 @@ def test_rejects_damaged_files(tmp_path):
 
 
 def test_rejects_missing_file(tmp_path):
-    with pytest.raises(UserError, match=r"none.npz does not exist"):
+    with pytest.raises(UserError, match=r"none.npz cannot be read as a file of statistics .*: .*No such file"):
         FeatureStatistics.load(tmp_path / "none.npz")

@@ -1,4 +1,4 @@
-"""Writing checkpoints: a process that dies in the midst of it, what is thrown away, and what is left alone."""
+"""Checkpoints on disk: complete or absent, also if the process is killed while it writes, and verified when read."""
 
 import multiprocessing
 import os
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.training.checkpoints import Checkpoints, damage
 
 
-def write_two_files(folder: Path):
+def write_files(folder: Path):
     (folder / "unet").mkdir()
     (folder / "unet" / "weights").write_bytes(b"weights")
     (folder / "state.json").write_text("{}")
@@ -23,55 +24,61 @@ def die_while_writing(folder: Path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_a_process_of_its_own(function, *arguments) -> int:
+def die_between_renames(folder: Path):
+    """Replace a checkpoint, and die when the old one is moved away and the new one is not in place."""
+    rename = os.rename
+    calls = []
+
+    def count(*paths):
+        calls.append(paths)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*paths)
+
+    os.rename = count
+    Checkpoints(folder).save(2, write_files)
+
+
+def exit_code_of(function, *arguments) -> int:
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join()
     return process.exitcode
 
 
-def die_between(moment: str, folder: Path):
-    """Save where there is a checkpoint of the step already, and die at a system call of it."""
-    call = getattr(os, moment)
-    calls = []
-
-    def counted(*arguments, **options):
-        calls.append(arguments)
-        if moment == "rename" and len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*arguments, **options)
-
-    setattr(os, moment, counted)
-    Checkpoints(folder).save(2, write_two_files)
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_process_that_dies_while_it_writes(tmp_path):
+@pytest.mark.slow
+def test_killed_while_writing(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    first = checkpoints.save(1, write_two_files)
-    assert in_a_process_of_its_own(checkpoints.save, 2, die_while_writing) == -signal.SIGKILL
-    assert [path.name for path in tmp_path.glob(".*")] == [".partial-2"]
+    first = checkpoints.save(1, write_files)
+    assert exit_code_of(checkpoints.save, 2, die_while_writing) == -signal.SIGKILL
+    assert names_in(tmp_path) == [".partial-2", "checkpoint-1"]
     assert checkpoints.find("latest") == (first, [])
     checkpoints.remove_leftovers()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert names_in(tmp_path) == ["checkpoint-1"]
 
 
-def test_a_process_that_dies_while_it_replaces_one(tmp_path):
+@pytest.mark.slow
+def test_killed_while_replacing(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    first = checkpoints.save(1, write_two_files)
-    checkpoints.save(2, write_two_files)
-    assert in_a_process_of_its_own(die_between, "rename", tmp_path) == -signal.SIGKILL
+    first = checkpoints.save(1, write_files)
+    checkpoints.save(2, write_files)
+    assert exit_code_of(die_between_renames, tmp_path) == -signal.SIGKILL
     assert checkpoints.find("latest") == (first, [])
     checkpoints.remove_leftovers()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert damage(checkpoints.save(2, write_two_files)) is None
+    assert names_in(tmp_path) == ["checkpoint-1"]
+    assert damage(checkpoints.save(2, write_files)) is None
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path):
+def test_failed_write_leaves_nothing(tmp_path):
     checkpoints = Checkpoints(tmp_path, limit=1)
-    first = checkpoints.save(1, write_two_files)
+    first = checkpoints.save(1, write_files)
 
     def fail(folder):
-        write_two_files(folder)
+        write_files(folder)
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
@@ -79,33 +86,62 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [first]
 
 
-def test_a_file_of_another_content_is_noticed(tmp_path):
-    path = Checkpoints(tmp_path).save(1, write_two_files)
+def test_finds_damage(tmp_path):
+    path = Checkpoints(tmp_path).save(1, write_files)
     assert damage(path) is None
     (path / "unet" / "weights").write_bytes(b"weightz")
-    assert damage(path) == "unet/weights is not what was written"
+    assert damage(path) == "unet/weights has changed since it was written"
+    (path / "unet" / "weights").unlink()
+    assert damage(path) == "unet/weights is missing"
+    (path / "checksums.json").write_text("{")
+    assert damage(path).startswith("cannot read its checksums.json (")
 
 
-def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+def test_latest_skips_damaged_checkpoints(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (900, 1000, 1100):
+        checkpoints.save(step, write_files)
+    assert checkpoints.find("latest") == (tmp_path / "checkpoint-1100", [])  # the number counts, not the name
+    (tmp_path / "checkpoint-1100" / "state.json").write_text("[]")
+    found, skipped = checkpoints.find("latest")
+    assert found.name == "checkpoint-1000"
+    assert skipped == [f"skipped {tmp_path}/checkpoint-1100: state.json has changed since it was written"]
+    for step in (900, 1000):
+        (tmp_path / f"checkpoint-{step}" / "state.json").unlink()
+    with pytest.raises(UserError, match=r"has no complete checkpoint: .*1100.*1000.*900.*; remove them to start"):
+        checkpoints.find("latest")
+
+
+def test_named_checkpoint_must_be_complete_and_the_latest(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(UserError, match="has no checkpoint to resume from; leave the flag out to start a new run"):
+        checkpoints.find("latest")
+    with pytest.raises(UserError, match=r"there is no checkpoint checkpoint-3; .* has no checkpoints"):
+        checkpoints.find("checkpoint-3")
+    first, second = checkpoints.save(1, write_files), checkpoints.save(2, write_files)
+    assert checkpoints.find("checkpoint-2") == checkpoints.find(str(second)) == (second, [])
+    with pytest.raises(UserError, match="has later checkpoints than checkpoint-1: move checkpoint-2 away first"):
+        checkpoints.find("checkpoint-1")
+    (second / "state.json").write_text("[]")
+    with pytest.raises(UserError, match=r"cannot resume from .*checkpoint-2: state.json has changed.*has checkpoint"):
+        checkpoints.find("checkpoint-2")
+    assert checkpoints.find("checkpoint-1") == (first, [])
+
+
+def test_keeps_the_latest_and_what_is_not_a_checkpoint(tmp_path):
     for name in ("checkpoint-best", "checkpoint-7.bak", "samples"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-9").write_text("a file")
-    checkpoints = Checkpoints(tmp_path, limit=1)
+    checkpoints = Checkpoints(tmp_path, limit=2)
     for step in (1, 2, 10):
-        checkpoints.save(step, write_two_files)
-    assert checkpoints.steps() == [10]
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"checkpoint-best", "checkpoint-7.bak", "samples", "checkpoint-9", "checkpoint-10"}
+        checkpoints.save(step, write_files)
+    assert checkpoints.steps() == [2, 10]
+    # The checkpoint that was just written stays, even if there is a damaged one of a later step.
+    Checkpoints(tmp_path, limit=1).save(5, write_files)
+    assert names_in(tmp_path) == ["checkpoint-5", "checkpoint-7.bak", "checkpoint-9", "checkpoint-best", "samples"]
 
 
-def test_steps_are_numbers(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    for step in (900, 1000):
-        checkpoints.save(step, write_two_files)
-    assert checkpoints.find("latest")[0].name == "checkpoint-1000"
-
-
-def test_json_is_written_whole(tmp_path):
+def test_json_is_written_completely_or_not_at_all(tmp_path):
     file = tmp_path / "settings.json"
     write_json(file, {"a": 1})
     with pytest.raises(TypeError):

@@ -1,14 +1,13 @@
-"""FID and KID of a run's samples: the figures of the pipeline that it saves, and what is refused before it starts."""
+"""FID and KID of a run's samples equal FID and KID of the saved pipeline, and mistakes are reported early."""
 
 import json
 import math
-import shutil
 import signal
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from accelerate import PartialState
 from PIL import Image
 
 from scalelong_diffusers import (
@@ -21,23 +20,32 @@ from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.evaluation import evaluate_images, load_features, open_reference, reference_statistics
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.train import train_class_conditional, train_text_to_image
-from scalelong_diffusers.training import TrainingStopped, held_out_captions
+from scalelong_diffusers.training.text import held_out_captions
 
 
-SHORT = {"max_train_steps": 4, "num_inference_steps": 2, "validation_steps": 0}
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """Where the statistics of references are kept, by this process and those that it launches."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The folder that caches the statistics of references."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HOME", str(folder))
+        patch.setenv("HF_HOME", str(folder))
+        yield folder
 
 
-@pytest.fixture
-def evaluation(network):
-    return {**SHORT, "eval_steps": 2, "num_eval_images": 10, "eval_features": network}
+@pytest.fixture(scope="module")
+def evaluation(network, home):
+    options = {"max_train_steps": 4, "num_inference_steps": 2, "validation_steps": 0, "checkpointing_steps": 2}
+    return {**options, "eval_steps": 2, "num_eval_images": 10, "eval_features": network}
+
+
+@pytest.fixture(scope="module")
+def evaluated(train_once, evaluation, tmp_path_factory):
+    """A run with FID and KID of its steps 2 and 4. Tests only read it."""
+    return train_once(tmp_path_factory.mktemp("evaluated") / "run", **evaluation)
 
 
 def figures_of(folder):
@@ -45,243 +53,174 @@ def figures_of(folder):
     return {line["step"]: (line["fid"], line["kid"]) for line in lines if "fid" in line}
 
 
-def figures_of_pipeline(images, network, tmp_path):
-    """By the public functions alone."""
+def evaluate(images, network, tmp_path):
+    """Return FID and KID to the 30 shapes by the public functions."""
     features = load_features(str(network))
     reference = open_reference("shapes", 8, 3, num_shapes=30)
-    statistics, _ = reference_statistics(reference, features, tmp_path / "another home")
+    statistics, _ = reference_statistics(reference, features, tmp_path / "cache")
     pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
     result = evaluate_images([pixels], statistics, features)
-    return result["fid"], result["kid"]
+    return pytest.approx((result["fid"], result["kid"]), rel=1e-3)
 
 
-def test_figures_are_those_of_the_pipeline_that_is_saved(train, evaluation, network, tmp_path):
-    folder = train(tmp_path / "run", **evaluation)
-    figures = figures_of(folder)
+def generators():
+    return [generator_for(0, "sample", k) for k in range(10)]
+
+
+def test_equals_the_saved_pipeline(evaluated, network, tmp_path):
+    figures = figures_of(evaluated)
     assert list(figures) == [2, 4]
     assert figures[2] != figures[4]
-    pipe = ScaleLongUnconditionalPipeline.from_pretrained(folder)
-    images = pipe(10, num_inference_steps=2, generator=[generator_for(0, "sample", k) for k in range(10)]).images
-    assert figures[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
+    pipe = ScaleLongUnconditionalPipeline.from_pretrained(evaluated)
+    images = pipe(10, num_inference_steps=2, generator=generators()).images
+    assert figures[4] == evaluate(images, network, tmp_path)
 
 
-def test_classes_are_taken_in_turn(train, evaluation, network, tmp_path):
-    model = {"model_config_name_or_path": None, "model_type": "unet"}
-    folder = train(tmp_path / "run", script=train_class_conditional, **model, **evaluation)
+def test_samples_the_classes_in_turn(train, evaluation, tiny_config, network, tmp_path):
+    options = {**evaluation, "model_config_name_or_path": tiny_config / "classes"}
+    folder = train(tmp_path / "run", script=train_class_conditional, **options)
     pipe = ScaleLongClassConditionalPipeline.from_pretrained(folder)
-    generators = [generator_for(0, "sample", k) for k in range(10)]
-    images = pipe(list(range(10)), num_inference_steps=2, guidance_scale=2.0, generator=generators).images
-    assert figures_of(folder)[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
+    images = pipe(list(range(10)), num_inference_steps=2, guidance_scale=2.0, generator=generators()).images
+    assert figures_of(folder)[4] == evaluate(images, network, tmp_path)
 
 
-def test_a_model_of_text_draws_captions_that_were_held_out(train, evaluation, network, tmp_path):
-    model = {"model_config_name_or_path": None, "model_type": "uvit"}
-    folder = train(tmp_path / "run", script=train_text_to_image, **model, **evaluation)
-    settings = DataConfig(resolution=8, num_shapes=30, validation_size=3)
-    data = load_training_data(settings, channels=3, needs_labels=False, needs_captions=True, seed=0)
+def test_samples_held_out_captions(train, evaluation, tiny_config, network, tmp_path):
+    options = {**evaluation, "model_config_name_or_path": tiny_config / "text"}
+    folder = train(tmp_path / "run", script=train_text_to_image, **options)
+    config = DataConfig(resolution=8, num_shapes=30, validation_size=3)
+    data = load_training_data(config, channels=3, needs_labels=False, needs_captions=True, seed=0)
     captions = held_out_captions(data)
     assert len(captions) == 3
     pipe = ScaleLongTextToImagePipeline.from_pretrained(folder)
     prompts = [captions[k % 3] for k in range(10)]
-    generators = [generator_for(0, "sample", k) for k in range(10)]
-    images = pipe(prompts, num_inference_steps=2, guidance_scale=4.0, generator=generators).images
-    assert figures_of(folder)[4] == pytest.approx(figures_of_pipeline(images, network, tmp_path), rel=1e-3)
+    images = pipe(prompts, num_inference_steps=2, guidance_scale=4.0, generator=generators()).images
+    assert figures_of(folder)[4] == evaluate(images, network, tmp_path)
 
 
 @pytest.fixture
-def diverged(monkeypatch):
-    """All models of this package make what is not finite, though their losses are."""
+def change_samples(monkeypatch):
+    """`change_samples(function)` changes what models return to pipelines, but not their losses."""
     forward = UViTModel.forward
 
-    def without_bounds(model, *args, **kwargs):
-        output = forward(model, *args, **kwargs)
-        return output if torch.is_grad_enabled() or kwargs.get("return_dict", True) else (output[0] * math.inf,)
+    def apply(change):
+        def changed(model, *args, **kwargs):
+            output = forward(model, *args, **kwargs)
+            if torch.is_grad_enabled() or kwargs.get("return_dict", True):
+                return output
+            return (change(output[0]),)
 
-    monkeypatch.setattr(UViTModel, "forward", without_bounds)
+        monkeypatch.setattr(UViTModel, "forward", changed)
 
-
-def test_of_what_is_not_finite_there_are_no_samples_and_no_figures(train, evaluation, diverged, tmp_path, capsys):
-    folder = train(tmp_path / "run", **evaluation, sample_steps=4)
-    assert figures_of(folder) == {}
-    assert not list((folder / "samples").glob("*"))
-    said = capsys.readouterr().out
-    assert "warning: step 2: no fid and kid: what the model makes is not finite" in said
-    assert "warning: step 4: no samples: what the model makes is not finite" in said
-    assert (folder / "model_index.json").exists()
+    return apply
 
 
-WITH_ANOTHER_OUTPUT = """
-import math
-import torch
-from accelerate import PartialState
-from scalelong_diffusers import UViTModel
-from scalelong_diffusers.train.train_unconditional import main
-from scalelong_diffusers.training import run_script
-
-forward = UViTModel.forward
-
-def another(model, *args, **kwargs):
-    output = forward(model, *args, **kwargs)
-    return output if torch.is_grad_enabled() or kwargs.get("return_dict", True) else (changed(output[0]),)
-
-def changed(output):
-    {changed}
-
-UViTModel.forward = another
-run_script(main)
-"""
-
-
-@pytest.fixture
-def launch_two(launch, evaluation, tmp_path):
-    """A run of two processes whose models draw what `changed`, a line of code, makes of it."""
-
-    def run(changed):
-        script = tmp_path / "script.py"
-        script.write_text(WITH_ANOTHER_OUTPUT.format(changed=changed))
-        settings = {**evaluation, "sample_steps": 4, "train_batch_size": 2}
-        return launch(tmp_path / "run", processes=2, script=script, **settings).wait()
-
-    return run
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_without_what_is_not_finite(launch_two, tmp_path):
-    code, said, complaint = launch_two("return output * math.inf")
-    assert code == 0, complaint
-    assert said.count("warning: step 4: no fid and kid: what the model makes is not finite") == 1
-    assert said.count("warning: step 4: no samples: what the model makes is not finite") == 1
+@pytest.mark.parametrize("processes", [1, 2])
+def test_skips_samples_that_are_not_finite(launch, evaluation, change_samples, tmp_path, processes):
+    change_samples(lambda output: output * math.inf)
+    options = {**evaluation, "sample_steps": 4, "train_batch_size": 4 // processes}
+    code, printed, errors = launch(tmp_path / "run", processes, **options).wait()
+    assert code == 0, errors
+    assert printed.count("warning: step 2: no fid and kid: ") == 1
+    assert printed.count("warning: step 4: no fid and kid: ") == 1
+    assert printed.count("warning: step 4: no samples: ") == 1
     assert figures_of(tmp_path / "run") == {}
+    assert not list((tmp_path / "run" / "samples").glob("*"))
     assert (tmp_path / "run" / "model_index.json").exists()
 
 
-@pytest.mark.slow
-def test_what_fails_in_one_process_ends_both(launch_two, tmp_path):
-    """Also where the other one has left the figures out."""
-    code, said, complaint = launch_two(
-        "return output * math.inf if PartialState().is_main_process else output + torch.ones(7)"
+def test_failure_in_one_process_stops_both(launch, evaluation, change_samples, tmp_path):
+    """The other process skips the figures at the same time."""
+    change_samples(
+        lambda output: output * math.inf if PartialState().is_main_process else output + torch.ones(7),
     )
+    code, printed, errors = launch(tmp_path / "run", 2, **{**evaluation, "train_batch_size": 2}).wait()
     assert code != 0
-    assert "OtherProcessFailed: The size of tensor" in complaint
-    assert "no fid and kid" not in said
+    assert "RuntimeError: The size of tensor" in errors
+    assert "The size of tensor" in next(line for line in errors.splitlines() if line.startswith("train_unconditional"))
+    assert "no fid and kid" not in printed
     assert not (tmp_path / "run" / "model_index.json").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_is_stopped_meanwhile_does_not_make_all_images_first(launch, evaluation, tmp_path, processes):
-    many = {**evaluation, "num_eval_images": 100_000, "eval_steps": 4, "max_train_steps": 40}
-    launched = launch(tmp_path / "run", processes=processes, **many)
-    shown = read_until(launched.process.stderr, "FID of the samples")
-    for process in psutil.Process(launched.process.pid).children() if processes > 1 else [launched.process]:
-        process.send_signal(signal.SIGTERM)
-    code, said, complaint = launched.wait()
-    assert code != 0, shown
-    assert "warning: step 4: no fid and kid: the run is stopped" in said
-    assert "stopped by SIGTERM after step 5 of 40" in complaint
-    assert (tmp_path / "run" / "checkpoint-5").is_dir()
+def test_signal_skips_the_evaluation(launch, evaluation, tmp_path, processes):
+    options = {"num_eval_images": 100_000, "eval_steps": 4, "max_train_steps": 40, "checkpointing_steps": 40}
+    running = launch(tmp_path / "run", processes, **{**evaluation, **options, "train_batch_size": 4 // processes})
+    running.wait_until(lambda: "FID of the samples" in running.process.read("err"))
+    running.process.send_signal(signal.SIGTERM)
+    code, printed, errors = running.wait()
+    assert code == 128 + signal.SIGTERM
+    assert "warning: step 4: no fid and kid: the run is stopping" in printed
+    assert "stopped by SIGTERM after step 4 of 40" in errors
+    assert (tmp_path / "run" / "checkpoint-4").is_dir()
 
 
-def read_until(stream, words):
-    """A bar is drawn anew after a carriage return, so there are no lines to wait for."""
-    shown = ""
-    while words not in shown:
-        shown += stream.read(1) or pytest.fail(shown)
-    return shown
-
-
-def test_figures_that_do_not_compare_are_not_mixed_in_a_log(train, refused, evaluation, tmp_path):
-    folder = train(tmp_path / "run", **evaluation)
-    longer = {"max_train_steps": 6, "resume_from_checkpoint": "latest"}
-    with pytest.raises(TrainingStopped, match="num_eval_images was 10 and is 5"):
-        train(folder, **{**evaluation, "num_eval_images": 5, **longer})
-    train(folder, **{**evaluation, **longer, "eval_steps": 0, "num_eval_images": 5})
-    assert list(figures_of(folder)) == [2, 4]
-
-
-def test_training_goes_on_as_if_nothing_had_been_measured(train, evaluation, metrics_of, tmp_path):
-    def losses(folder):
-        return [(line["loss"], line["grad_norm"]) for line in metrics_of(folder)]
-
-    measured = train(tmp_path / "measured", **evaluation)
+def test_evaluation_does_not_change_training(train, evaluation, evaluated, metrics_of, tmp_path):
     plain = train(tmp_path / "plain", **{**evaluation, "eval_steps": 0})
-    assert losses(measured) == losses(plain)
+    losses, expected = (
+        [(line["loss"], line["grad_norm"]) for line in metrics_of(folder)] for folder in (evaluated, plain)
+    )
+    assert losses == expected
 
 
-def test_resumed_where_it_was_measured_it_is_the_same_run(train, evaluation, assert_same_run, tmp_path):
-    evaluation |= {"checkpointing_steps": 2}
-    expected = train(tmp_path / "expected", **evaluation)
-    broken = shutil.copytree(expected, tmp_path / "broken")
-    shutil.rmtree(broken / "checkpoint-4")
-    train(broken, **evaluation, resume_from_checkpoint="latest")
-    assert_same_run(broken, expected)
+def test_resumed_run_has_the_same_figures(train, evaluation, evaluated, stopped_at, assert_same_run):
+    folder = stopped_at(2, evaluated)
+    train(folder, **evaluation, resume_from_checkpoint="latest")
+    assert_same_run(folder, evaluated)
 
 
-@pytest.mark.slow
-def test_two_processes_share_the_images(train, launch, evaluation, tmp_path):
-    alone = train(tmp_path / "alone", **evaluation)
-    launched = launch(tmp_path / "two", processes=2, **{**evaluation, "train_batch_size": 2})
-    code, _, complaint = launched.wait()
-    assert code == 0, complaint
-    for step, figures in figures_of(alone).items():
+def test_two_processes_share_the_images(launch, evaluation, evaluated, tmp_path):
+    code, _, errors = launch(tmp_path / "two", processes=2, **{**evaluation, "train_batch_size": 2}).wait()
+    assert code == 0, errors
+    for step, figures in figures_of(evaluated).items():
         assert figures_of(tmp_path / "two")[step] == pytest.approx(figures, rel=1e-2)
 
 
-def test_statistics_of_training_images_are_kept_and_taken_again(train, evaluation, home, tmp_path):
-    train(tmp_path / "run", **evaluation)
+def test_statistics_of_the_training_images_are_cached(train, evaluation, evaluated, home, tmp_path):
     (file,) = (home / "scalelong" / "statistics").iterdir()
     written = file.stat().st_mtime_ns
     by_file = train(tmp_path / "by_file", **evaluation, eval_reference=file)
-    assert figures_of(by_file) == figures_of(tmp_path / "run")
-    by_name = train(tmp_path / "by_name", **evaluation, eval_reference="shapes")
-    assert figures_of(by_name) != figures_of(tmp_path / "run")  # of ten thousand shapes, not of thirty
+    assert figures_of(by_file) == figures_of(evaluated)
     assert file.stat().st_mtime_ns == written
+    assert list((home / "scalelong" / "statistics").iterdir()) == [file]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"eval_metric": "fit"}, "unknown metric 'fit' (did you mean 'fid'?); accepted: fid, kid"),
-        ({"eval_metric": ""}, "no metric is given; accepted: fid, kid"),
-        ({"num_eval_images": 1}, "--num_eval_images must be at least 2, got 1"),
-        ({"eval_steps": -1}, "--eval_steps must be at least 0, got -1"),
-        ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
-        ({"eval_reference": "no/such/folder"}, "no/such/folder: there is no such file or folder"),
-        ({"eval_reference": "gone.safetensors"}, "gone.safetensors: there is no such file or folder"),
-    ],
-)
-def test_what_can_not_be_measured_is_said_before_the_first_step(refused, evaluation, changes, sentence):
-    assert sentence in refused(**{**evaluation, **changes})
-
-
-def test_what_is_refused_cheaply_is_refused_before_the_reference_is_measured(refused, evaluation, home):
-    assert "take a smaller batch" in refused(**{**evaluation, "train_batch_size": 100})
-    assert not (home / "scalelong").exists()
-
-
-def test_statistics_of_another_network_are_refused(refused, evaluation, make_network, train, home, tmp_path):
-    train(tmp_path / "run", **evaluation)
-    (file,) = (home / "scalelong" / "statistics").iterdir()
-    other = make_network(tmp_path / "other", hidden_size=32)
-    sentence = refused(**{**evaluation, "eval_features": other, "eval_reference": file})
-    assert "16 of them" in sentence
-    assert "32 of them" in sentence
-
-
-def test_statistics_of_another_resolution_are_refused(refused, evaluation, network, tmp_path):
-    shapes = open_reference("shapes", 16, num_shapes=5)
-    _, file = reference_statistics(shapes, load_features(str(network)), tmp_path)
-    sentence = refused(**evaluation, eval_reference=file)
-    assert f"{file} has statistics of images of 16 x 16 pixels, and the images that are judged have 8 x 8" in sentence
-
-
-def test_metrics_may_stand_apart_and_bad_images_are_told_of(train, evaluation, tmp_path, capsys):
+def test_reference_may_be_a_folder_with_unreadable_images(train, evaluation, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     (tmp_path / "reference").mkdir()
     for k in range(4):
         Image.new("RGB", (8, 8), (60 * k, 0, 0)).save(tmp_path / "reference" / f"{k}.png")
-    (tmp_path / "reference" / "2.png").write_bytes(b"no image")
-    changes = {"eval_metric": "fid, kid", "eval_reference": tmp_path / "reference", "on_bad_image": "skip"}
-    folder = train(tmp_path / "run", **evaluation, **changes)
+    (tmp_path / "reference" / "2.png").write_bytes(b"not an image")
+    options = {"eval_metric": "fid, kid", "eval_reference": tmp_path / "reference", "on_bad_image": "skip"}
+    folder = train(tmp_path / "run", **evaluation, **options)
     assert list(figures_of(folder)) == [2, 4]
-    said = "warning: --eval_steps: 1 of the 4 reference images can not be used"
-    assert capsys.readouterr().out.count(said) == 1
+    warning = "warning: --eval_steps: 1 of the 4 reference images are unreadable"
+    assert capsys.readouterr().out.count(warning) == 1
+
+
+def test_mistakes_are_reported_before_the_first_step(refused, evaluation, make_network, tmp_path):
+    other_network = make_network(tmp_path / "other", hidden_size=32)
+    shapes = open_reference("shapes", 16, num_shapes=5)
+    features = load_features(str(evaluation["eval_features"]))
+    _, larger = reference_statistics(shapes, features, tmp_path / "larger")
+    _, smaller = reference_statistics(open_reference("shapes", 8, num_shapes=5), features, tmp_path / "smaller")
+    rows = [
+        ({"eval_metric": "fit"}, "unknown metric 'fit' (did you mean 'fid'?); accepted: fid, kid"),
+        ({"num_eval_images": 1}, "--num_eval_images must be an integer, at least 2, got 1"),
+        ({"eval_steps": -1}, "--eval_steps must be an integer, at least 0, got -1"),
+        ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
+        ({"eval_reference": "no/such/folder"}, "the reference no/such/folder does not exist"),
+        ({"eval_reference": "gone.safetensors"}, "gone.safetensors does not exist"),
+        ({"eval_reference": larger}, "has statistics of images with 16 x 16 pixels, but the evaluated images have 8"),
+        (
+            {"eval_reference": smaller, "eval_features": other_network},
+            "the statistics of the reference have 16 ",
+        ),
+    ]
+    for changes, message in rows:
+        assert message in refused(**{**evaluation, **changes}), message
+
+
+def test_cheap_checks_come_before_the_reference_is_encoded(refused, evaluation, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    assert "use a smaller batch" in refused(**{**evaluation, "train_batch_size": 100})
+    assert not (tmp_path / "home").exists()

@@ -1,7 +1,5 @@
-"""What the loop does around a batch: the rate, the average, the strength, clipping, dropout, logs, and losses that are
-not finite."""
+"""What a run does around a batch: learning rate, EMA, warm-up of the scaling, clipping, dropout and logging."""
 
-import json
 import math
 
 import pytest
@@ -10,38 +8,36 @@ from diffusers import UNet2DModel
 from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
-from scalelong_diffusers.training import TrainingLoop, TrainingStopped
+from scalelong_diffusers.training import TrainingRun, TrainingStopped
 
+
+pytestmark = pytest.mark.slow
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def weights_of(folder, step, name="unet"):
-    return load_file(folder / f"checkpoint-{step}" / name / WEIGHTS)
+def are_equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def rates_of(metrics_of, folder):
-    return [line["lr"] for line in metrics_of(folder)]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_rate_is_counted_in_optimizer_steps(train, metrics_of, tmp_path, accumulation):
-    folder = train(
-        tmp_path / "run",
-        gradient_accumulation_steps=accumulation,
-        lr_scheduler="linear",
-        lr_warmup_steps=4,
-        max_train_steps=10,
-    )
-    warm = [0.01 * step / 4 for step in range(1, 5)]
+def test_learning_rate_counts_optimizer_steps(train, metrics_of, tmp_path):
+    warmup = [0.01 * step / 4 for step in range(1, 5)]
     decay = [0.01 * (10 - step) / 6 for step in range(5, 11)]
-    assert rates_of(metrics_of, folder) == pytest.approx(warm + decay)
+    for accumulation in (1, 2):
+        folder = train(
+            tmp_path / str(accumulation),
+            gradient_accumulation_steps=accumulation,
+            lr_scheduler="linear",
+            lr_warmup_steps=4,
+            max_train_steps=10,
+        )
+        assert [line["lr"] for line in metrics_of(folder)] == pytest.approx(warmup + decay)
 
 
-def test_the_average_is_that_of_the_weights(train, tmp_path):
+def test_ema_averages_the_weights(train, weights_of, tmp_path):
     folder = train(tmp_path / "run", max_train_steps=6, checkpointing_steps=1, ema_decay=0.3)
+    # After the first step the average is the weights. Then the decay ramps up to its maximum.
     average = weights_of(folder, 1, "unet_ema")
-    # After the first step it is the weights; then the decay grows by (1 + step) / (10 + step) up to what is asked for.
     torch.testing.assert_close(average, weights_of(folder, 1))
     for step in range(2, 7):
         decay = min(0.3, (1 + step - 1) / (10 + step - 1))
@@ -51,64 +47,55 @@ def test_the_average_is_that_of_the_weights(train, tmp_path):
     assert any(not torch.equal(average[name], weights[name]) for name in average)
 
 
-def test_what_is_averaged_is_put_back(train, tmp_path):
-    """Validating, sampling and saving with the average leaves no trace in what is trained."""
-    often = {"validation_steps": 1, "checkpointing_steps": 1, "sample_steps": 1, "num_samples": 1}
-    often |= {"num_inference_steps": 1, "max_train_steps": 6}
-    seldom = {**often, "validation_steps": 0, "checkpointing_steps": 6, "sample_steps": 0}
-    first, second = train(tmp_path / "often", **often), train(tmp_path / "seldom", **seldom)
+def test_monitoring_does_not_change_training(train, finished, weights_of, tmp_path):
+    often = {"validation_steps": 1, "sample_steps": 1, "num_samples": 1, "num_inference_steps": 1}
+    folder = train(tmp_path / "often", max_train_steps=6, **often)
     for name in ("unet", "unet_ema"):
-        expected = weights_of(second, 6, name)
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in weights_of(first, 6, name).items())
+        assert are_equal(weights_of(folder, 6, name), weights_of(finished, 6, name))
 
 
-def test_without_an_average_the_weights_are_saved(train, metrics_of, tmp_path):
+def test_without_ema_the_weights_are_saved(train, metrics_of, weights_of, tmp_path):
     folder = train(tmp_path / "run", **{"no-use_ema": True}, max_train_steps=5)
     assert not (folder / "checkpoint-5" / "unet_ema").exists()
-    saved = load_file(folder / "unet" / WEIGHTS)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights_of(folder, 5).items())
+    assert are_equal(weights_of(folder, 5), load_file(folder / "unet" / WEIGHTS))
     assert "validation_loss" in metrics_of(folder)[-1]
     assert "validation_loss_raw" not in metrics_of(folder)[-1]
 
 
-def test_the_strength_is_warmed_up_and_saved(train, tmp_path):
-    folder = train(tmp_path / "run", skip_scaling_warmup_steps=8, checkpointing_steps=1, skip_scaling_strength=0.8)
+def test_strength_rises_and_is_saved(train, tmp_path):
+    options = {"skip_scaling_warmup_steps": 4, "skip_scaling_strength": 0.8}
+    folder = train(tmp_path / "run", max_train_steps=6, checkpointing_steps=1, **options)
 
     def strength(folder):
         return UViTModel.from_pretrained(folder).skip_scaler.config.strength
 
-    for step in (1, 4, 9, 16):
+    for step in (1, 2, 5, 6):
         for name in ("unet", "unet_ema"):
-            # The one that the step was made with.
-            expected = 0.8 * min(1, (step - 1) / 8)
+            # A checkpoint has the strength with which its last step was made.
+            expected = 0.8 * min(1, (step - 1) / 4)
             assert strength(folder / f"checkpoint-{step}" / name) == pytest.approx(expected)
     assert strength(folder / "unet") == pytest.approx(0.8)
 
 
-def test_gradients_are_clipped_and_their_norm_is_logged_before(train, metrics_of, tmp_path):
-    changes = {
-        "max_train_steps": 1,
-        "lr_warmup_steps": 0,
-        "no-use_ema": True,
-        "lr_scheduler": "constant",
-    }
-    # With an epsilon as large as that Adam's step is proportional to the gradient.
-    changes |= {"adam_epsilon": 1e6, "adam_weight_decay": 0, "learning_rate": 1e4, "adam_beta1": 0.0}
+def test_gradients_are_clipped_and_logged_before(train, metrics_of, weights_of, tmp_path):
+    # With an epsilon this large, Adam's step is proportional to the gradient.
+    changes = {"adam_epsilon": 1e6, "adam_weight_decay": 0, "learning_rate": 1e4, "adam_beta1": 0.0}
+    changes |= {"max_train_steps": 1, "lr_warmup_steps": 0, "lr_scheduler": "constant", "no-use_ema": True}
     free = train(tmp_path / "free", max_grad_norm=0, **changes)
     clipped = train(tmp_path / "clipped", max_grad_norm=0.01, **changes)
+    start = weights_of(train(tmp_path / "still", **{**changes, "learning_rate": 0.0}), 1)
     norm = metrics_of(free)[0]["grad_norm"]
     assert metrics_of(clipped)[0]["grad_norm"] == pytest.approx(norm)
     assert norm > 0.1
-    start = weights_of(train(tmp_path / "still", **{**changes, "learning_rate": 0.0}), 1)
-    ratio = _norm_of_difference(weights_of(free, 1), start) / _norm_of_difference(weights_of(clipped, 1), start)
+    ratio = distance(weights_of(free, 1), start) / distance(weights_of(clipped, 1), start)
     assert ratio == pytest.approx(norm / 0.01, rel=1e-2)
 
 
-def _norm_of_difference(first, second):
-    return math.sqrt(sum(float(((first[name] - second[name]).double() ** 2).sum()) for name in first))
+def distance(one, other):
+    return math.sqrt(sum(float(((one[name] - other[name]).double() ** 2).sum()) for name in one))
 
 
-def test_dropout_depends_on_seed_and_step_alone(train, tmp_path):
+def test_dropout_depends_only_on_seed_and_step(train, weights_of, tmp_path):
     UNet2DModel(
         sample_size=8,
         layers_per_block=1,
@@ -123,11 +110,10 @@ def test_dropout_depends_on_seed_and_step_alone(train, tmp_path):
     first = train(tmp_path / "first", **changes)
     torch.randn(5)
     second = train(tmp_path / "second", validation_steps=1, **changes)
-    expected = weights_of(first, 4)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(second, 4).items())
+    assert are_equal(weights_of(first, 4), weights_of(second, 4))
 
 
-def test_validation_uses_the_same_noise_each_time(train, metrics_of, tmp_path):
+def test_validation_repeats_its_noise(train, metrics_of, tmp_path):
     folder = train(tmp_path / "run", learning_rate=0.0, validation_steps=1, max_train_steps=4, num_shapes=100)
     lines = metrics_of(folder)
     assert len({line["validation_loss"] for line in lines}) == 1
@@ -137,67 +123,85 @@ def test_validation_uses_the_same_noise_each_time(train, metrics_of, tmp_path):
     assert any(bins)
 
 
-def test_one_line_for_each_logged_step(train, metrics_of, tmp_path):
+def test_log_has_the_mean_losses_between_its_lines(train, finished, metrics_of, tmp_path):
     folder = train(tmp_path / "run", logging_steps=3, max_train_steps=10, validation_steps=4)
-    every = train(tmp_path / "every", max_train_steps=10, validation_steps=4)
-    lines, all_lines = metrics_of(folder), metrics_of(every)
+    lines, all_losses = metrics_of(folder), [line["loss"] for line in metrics_of(finished)]
     assert [line["step"] for line in lines] == [3, 4, 6, 8, 9, 10]
-    # A line has the mean loss since the one before.
-    assert lines[0]["loss"] == pytest.approx(sum(line["loss"] for line in all_lines[:3]) / 3)
-    assert lines[2]["loss"] == pytest.approx(sum(line["loss"] for line in all_lines[4:6]) / 2)
+    assert lines[0]["loss"] == pytest.approx(sum(all_losses[:3]) / 3)
+    assert lines[2]["loss"] == pytest.approx(sum(all_losses[4:6]) / 2)
 
 
-def test_losses_that_stay_infinite_end_the_run(train, tmp_path, poisoned_data):
+@pytest.mark.parametrize(
+    ("logging_steps", "message"),
+    [
+        (1, "step 9: 3 steps in a row had a non-finite loss or gradient; try a lower --learning_rate"),
+        (5, "step 10: 4 steps in a row"),  # the checkpoint of step 8 has seen two of them
+    ],
+)
+def test_diverged_run_stops(train, weights_of, tmp_path, poisoned_data, logging_steps, message):
     poisoned_data(first=6)
     with pytest.raises(TrainingStopped) as stopped:
-        train(tmp_path / "run", max_nonfinite_losses=3)
-    said = str(stopped.value)
-    assert said.startswith("step 9: the loss is ")
-    assert "not finite for 3 steps in a row" in said
-    assert "the largest gradients are those of unet." in said
-    assert "--learning_rate" in said
+        train(tmp_path / "run", max_nonfinite_losses=3, logging_steps=logging_steps)
+    assert str(stopped.value).startswith(message)
     assert stopped.value.exit_code == 1
+    assert stopped.value.on_all_processes
     for step in (4, 8):
         assert all(tensor.isfinite().all() for tensor in weights_of(tmp_path / "run", step).values())
 
 
-def test_single_infinite_losses_leave_the_weights_alone(train, metrics_of, tmp_path, poisoned_data, capsys):
-    poisoned_data(first=6, last=8)
-    folder = train(tmp_path / "run", checkpointing_steps=1, max_nonfinite_losses=3)
-    before, after = weights_of(folder, 6), weights_of(folder, 8)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    # The rate, too, stands still for a step that is left out.
-    assert metrics_of(folder)[7]["loss"] is None
-    said = [line for line in capsys.readouterr().out.splitlines() if "its update is left out" in line]
-    assert len(said) == 1, "of several in a row the first"
-    assert said[0].startswith("warning: step 7: the loss is ")
-    assert metrics_of(folder)[15]["step"] == 16
-    json.loads((folder / "metrics.jsonl").read_text().splitlines()[7])
+def optimizer_state(folder, step):
+    return load_file(folder / f"checkpoint-{step}" / "optimizer.safetensors")
 
 
-def test_a_loss_that_is_not_finite_leaves_the_weights_alone_where_its_gradients_are(train, tmp_path, monkeypatch):
-    step = TrainingLoop.step
-
-    def step_with_a_constant(loop, losses):
-        step(loop, losses + math.nan if loop.global_step == 6 else losses)
-
-    monkeypatch.setattr(TrainingLoop, "step", step_with_a_constant)
-    folder = train(tmp_path / "run", checkpointing_steps=1)
-    before, after, later = (weights_of(folder, step) for step in (6, 7, 8))
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert not all(torch.equal(tensor, later[name]) for name, tensor in before.items())
+def check_skipped(folder, weights_of, before, after):
+    """Check that steps changed neither the weights nor the optimizer, and that the next step did."""
+    assert are_equal(weights_of(folder, before), weights_of(folder, after))
+    assert are_equal(optimizer_state(folder, before), optimizer_state(folder, after))
+    assert not are_equal(weights_of(folder, after), weights_of(folder, after + 1))
+    assert not are_equal(optimizer_state(folder, after), optimizer_state(folder, after + 1))
 
 
-def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch):
-    step = TrainingLoop.step
+def test_nonfinite_steps_are_skipped(train, metrics_of, weights_of, tmp_path, poisoned_data, capsys):
+    poisoned_data(first=2, last=4)
+    options = {"checkpointing_steps": 1, "max_nonfinite_losses": 3, "max_train_steps": 6}
+    folder = train(tmp_path / "run", lr_scheduler="linear", lr_warmup_steps=0, **options)
+    check_skipped(folder, weights_of, 2, 4)
+    lines = metrics_of(folder)
+    assert [line["loss"] is None for line in lines] == [False, False, True, True, False, False]
+    assert lines[2]["grad_norm"] is None
+    # The learning rate and the average advance.
+    assert len({line["lr"] for line in lines}) == 6
+    assert not are_equal(weights_of(folder, 2, "unet_ema"), weights_of(folder, 4, "unet_ema"))
+    printed = capsys.readouterr().out
+    assert "warning: step 3: skipped updates with a non-finite loss or gradient (at most 1 in a row)" in printed
+    assert "warning: step 4: skipped updates with a non-finite loss or gradient (at most 2 in a row)" in printed
+    assert "warning: step 5" not in printed
 
-    def step_into_infinity(loop, losses):
-        step(loop, losses)
-        if loop.global_step == 7:
-            loop.modules["unet"].norm.bias.data[0] = math.inf
 
-    monkeypatch.setattr(TrainingLoop, "step", step_into_infinity)
-    with pytest.raises(TrainingStopped, match=r"step 8: weights are not finite, and are not saved: unet\.norm\.bias"):
+def test_step_with_a_nonfinite_loss_and_finite_gradients_is_skipped(train, weights_of, tmp_path, monkeypatch):
+    step = TrainingRun.step
+
+    def add_constant(run, losses):
+        step(run, losses + (math.inf if run.global_step == 2 else 0))
+
+    monkeypatch.setattr(TrainingRun, "step", add_constant)
+    for accumulation in (1, 2):
+        options = {"gradient_accumulation_steps": accumulation, "checkpointing_steps": 1, "max_train_steps": 4}
+        folder = train(tmp_path / str(accumulation), **options)
+        check_skipped(folder, weights_of, 2, 3)
+
+
+def test_nonfinite_weights_are_not_saved(train, tmp_path, monkeypatch):
+    step = TrainingRun.step
+
+    def step_to_infinity(run, losses):
+        step(run, losses)
+        if run.global_step == 7:
+            run.modules["unet"].norm.bias.data[0] = math.inf
+
+    monkeypatch.setattr(TrainingRun, "step", step_to_infinity)
+    message = r"step 8: the weights of unet\.norm\.bias are not finite, and were not saved"
+    with pytest.raises(TrainingStopped, match=message):
         train(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
 
@@ -205,31 +209,28 @@ def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradient_checkpointing": True},
-        {"mixed_precision": "bf16"},
-        {"mixed_precision": "fp16"},
+        {"mixed_precision": "bf16", "snr_gamma": 5, "prediction_type": "v_prediction"},
+        {"mixed_precision": "fp16", "ddpm_beta_schedule": "squaredcos_cap_v2"},
         {"compile": True},
-        {"snr_gamma": 5, "prediction_type": "v_prediction", "ddpm_beta_schedule": "squaredcos_cap_v2"},
-        {"continuous_time": True, "prediction_type": "sample"},
+        {"continuous_time": True, "prediction_type": "sample", "skip_scaling": "ls"},
     ],
     ids=str,
 )
-def test_ways_to_train(train, metrics_of, tmp_path, changes, monkeypatch):
+def test_loss_falls(train, metrics_of, weights_of, tmp_path, changes, monkeypatch):
     if "compile" in changes:
-        compile_of = torch.nn.Module.compile
-        monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_of(module, backend="aot_eager"))
-    many = {"num_shapes": 500, "validation_size": 50, "train_batch_size": 16, "validation_steps": 5}
-    folder = train(tmp_path / "run", max_train_steps=60, **many, **changes)
-    weights = weights_of(folder, 60)
+        compile_module = torch.nn.Module.compile
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend="aot_eager"))
+    options = {"num_shapes": 200, "validation_size": 20, "train_batch_size": 16, "validation_steps": 5}
+    folder = train(tmp_path / "run", max_train_steps=30, checkpointing_steps=30, **options, **changes)
+    weights = weights_of(folder, 30)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert not any(name.startswith(("_orig_mod.", "module.")) for name in weights)
     losses = [line["validation_loss_raw"] for line in metrics_of(folder) if "validation_loss_raw" in line]
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_gradient_checkpointing_changes_nothing(train, assert_same_run, tmp_path):
-    plain = train(tmp_path / "plain", max_train_steps=4)
-    saving = train(tmp_path / "saving", max_train_steps=4, gradient_checkpointing=True)
-    expected = weights_of(plain, 4)
-    for name, tensor in weights_of(saving, 4).items():
+def test_gradient_checkpointing_changes_nothing(train, finished, weights_of, tmp_path):
+    folder = train(tmp_path / "run", max_train_steps=4, gradient_checkpointing=True)
+    expected = weights_of(finished, 4)
+    for name, tensor in weights_of(folder, 4).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)

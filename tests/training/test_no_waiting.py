@@ -1,5 +1,7 @@
 """Between two log lines nothing waits for the device, and everything is on the same one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,10 +10,11 @@ from fake_cuda import DEVICE, fake_cuda
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from scalelong_diffusers.training import TrainingConfig, TrainingRun, make_config
+from scalelong_diffusers.training.checkpoints import _load_optimizer_state
 
 
 def backward(accelerator, loss):
-    """Stand in for autograd's engine, which does not run on a fake device."""
+    """Replace autograd's engine, which does not run on a fake device."""
     assert loss.device.type == "cuda"
     for parameter in accelerator.trained:
         parameter.grad = torch.empty_like(parameter)
@@ -82,7 +85,7 @@ def test_step_does_not_wait_for_device(gpu_run, model_type, skip_scaling):
                 run._end_step()
         assert run.global_step == 2
         with pytest.raises(DataDependentOutputException):
-            run.optimizer_step.look()
+            run.optimizer_step.read_statistics()
 
 
 @pytest.mark.parametrize("model_type", ["uvit", "unet"])
@@ -94,3 +97,16 @@ def test_validation_runs_on_device(gpu_run, model_type):
         with run.evaluating(), torch.no_grad():
             losses = [losses_of(run, noising, batch.to(run.device), run.modules) for batch in batches]
     assert {loss.device for loss in losses} == {DEVICE}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_resumed_optimizer_state_is_on_device(fused):
+    """torch's AdamW counts steps on the CPU unless it is fused. All other state is beside its parameter."""
+    tensors = {"scale/step": torch.tensor(3.0), "scale/exp_avg": torch.tensor(0.5)}
+    with fake_cuda():
+        scale = torch.nn.Parameter(torch.ones((), device=DEVICE))
+        optimizer = torch.optim.AdamW([scale], fused=fused)
+        step = SimpleNamespace(optimizer=optimizer, named_parameters={"scale": scale})
+        _load_optimizer_state(SimpleNamespace(optimizer_step=step), tensors, {})
+        devices = {name: tensor.device.type for name, tensor in optimizer.state[scale].items()}
+    assert devices == {"step": "cuda" if fused else "cpu", "exp_avg": "cuda"}

@@ -236,11 +236,11 @@ def test_fp16_halves_the_size(precompute, latents):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resolution": 32}, r"are of images with resolution=16, but the config has resolution=32"),
-        ({"center_crop": False}, r"with center_crop=True, but the config has center_crop=False"),
+        ({"resolution": 32}, r"holds latents of images with resolution=16, got 32"),
+        ({"center_crop": False}, r"with center_crop=True, got False"),
         (
             {"image_interpolation_mode": "box", "crop_size": 12},
-            r"crop_size=None, interpolation='lanczos', but",
+            r"crop_size=None, got 12",
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_scripts_reject_other_encoders_and_folders(train, latents, encoders, vae
             {"pretrained_vae_model_name_or_path": None},
             f"--pretrained_vae_model_name_or_path {encoders / 'vae0'}",
         ),
-        ({"precomputed_dir": tmp_path}, "has no index.json; precompute_latents.py"),
+        ({"precomputed_dir": tmp_path}, "are missing or unfinished"),
         ({"eval_steps": 2, "eval_features": network}, "--eval_reference"),
     ):
         with pytest.raises(UserError, match=message):
@@ -299,10 +299,12 @@ def damaged(latents, tmp_path):
 def test_rejects_damaged_folders(damaged):
     shard = damaged / "train-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(UserError, match=r"train-00002.safetensors has [\d,]+ bytes instead of [\d,]+; run the same"):
+    with pytest.raises(
+        UserError, match=r"train-00002.safetensors is damaged, it should have [\d,]+ bytes: run the same"
+    ):
         load(damaged)
     shard.unlink()
-    with pytest.raises(UserError, match=r"train-00002.safetensors is missing"):
+    with pytest.raises(UserError, match=r"train-00002.safetensors is damaged \(.*No such file"):
         load(damaged)
     index = json.loads((damaged / "index.json").read_text())
     (damaged / "index.json").write_text(json.dumps({**index, "format_version": 7}))
@@ -359,10 +361,10 @@ def test_precomputing_rejects_invalid_settings(precompute, latents, encoders, ca
     with pytest.raises(SystemExit) as stopped:
         precompute(center_crop=False)
     assert stopped.value.code == 2
-    assert "--center_crop must be on: latents are computed from a single crop" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"other precomputed latents: autoencoder was .*vae0.* and is now .*vae1"):
+    assert "center_crop must be on: latents are computed from a single crop" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"or precomputed latents: autoencoder was .*vae0.* and is now .*vae1"):
         precompute(latents, pretrained_vae_model_name_or_path=encoders / "vae1")
-    with pytest.raises(UserError, match="contains other files: choose an empty or new folder"):
+    with pytest.raises(UserError, match=r"it has no index.json; use the same settings, or another"):
         precompute(encoders)
     with pytest.raises(UserError, match="AutoencoderKL"):
         precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
@@ -413,7 +415,9 @@ def test_resumes_two_killed_processes(launch_script, precompute_flags, precomput
     assert not json.loads((folder / "index.json").read_text())["finished"]
     damaged = folder / sorted(before)[2]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match=r"are unfinished: run the same precompute_latents\.py command again"):
+    with pytest.raises(
+        UserError, match=r"are missing or unfinished: run the same precompute_latents\.py command again"
+    ):
         load(folder)
 
     # Both processes resume, and stop together at an unreadable image.

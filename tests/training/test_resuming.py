@@ -1,7 +1,7 @@
-"""A run that is killed and resumed is the run that was never killed, bit for bit."""
+"""A run that is killed and resumed equals the run that was never killed, bit for bit."""
 
 import json
-import os
+import resource
 import shutil
 import signal
 import time
@@ -9,299 +9,300 @@ import time
 import psutil
 import pytest
 import torch
+from diffusers import UNet2DModel
 from safetensors.torch import load_file
 
-from scalelong_diffusers import ScaleLongUnconditionalPipeline
+from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
 from scalelong_diffusers.data.shapes import Shapes
-from scalelong_diffusers.training import TrainingStopped
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import checksum
+from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.training import checkpoints, monitoring
 
+
+pytestmark = pytest.mark.slow
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+RESUME = {"resume_from_checkpoint": "latest"}
 
 
-def wait_for(condition, launched, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert launched.process.poll() is None, launched.process.communicate()
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.001)
-
-
-def lines_of(folder) -> int:
+def count_lines(folder) -> int:
     file = folder / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
 
 
-@pytest.fixture
-def unbroken(train, tmp_path):
-    def run(**changes):
-        return train(tmp_path / "unbroken", **changes)
-
-    return run
+def checkpoints_in(folder) -> list[str]:
+    return sorted(path.name for path in folder.glob("*checkpoint*"))
 
 
-def cut_off_after(folder, step):
-    """As if the run had been killed later on, but before its next checkpoint."""
-    for checkpoint in folder.glob("checkpoint-*"):
-        if int(checkpoint.name.split("-")[1]) > step:
-            shutil.rmtree(checkpoint)
+@pytest.fixture(scope="module")
+def unet_with_dropout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unet")
+    UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        dropout=0.5,
+        add_attention=False,
+    ).save_config(folder)
+    return folder
 
 
-# 27 images to train on and 4 in each step, so that step 7 (28 images) is the first across the end of an epoch.
+@pytest.mark.parametrize("step", [4, 7])  # step 7 crosses the end of an epoch
+def test_resumes_exactly(train, finished, stopped_at, assert_same_run, step):
+    folder = stopped_at(step)
+    train(folder, checkpointing_steps=1, **RESUME)
+    assert_same_run(folder, finished)
+
+
 @pytest.mark.parametrize(
-    ("at", "changes"),
+    ("step", "changes"),
     [
-        (4, {}),
-        (7, {}),
-        (8, {"logging_steps": 3}),
-        (11, {"gradient_accumulation_steps": 2, "train_batch_size": 2}),
+        # Between two log lines and in the middle of an epoch.
+        (8, {"gradient_accumulation_steps": 2, "train_batch_size": 2, "logging_steps": 3}),
         (6, {"skip_scaling": "ls", "skip_scaling_warmup_steps": 9, "lr_scheduler": "cosine"}),
-        (13, {"no-use_ema": True, "lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3}),
-        (2, {"model_config_name_or_path": None, "model_type": "unet", "max_train_steps": 4}),
+        (9, {"no-use_ema": True, "lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3}),
+        (5, {"model_config_name_or_path": "unet_with_dropout"}),
     ],
     ids=str,
 )
-def test_resumed_at_any_step(train, unbroken, assert_same_run, tmp_path, at, changes):
-    changes = {"checkpointing_steps": 1, **changes}
-    expected = unbroken(**changes)
-    broken = shutil.copytree(expected, tmp_path / "broken")
-    cut_off_after(broken, at)
-    train(broken, resume_from_checkpoint="latest", **changes)
-    assert_same_run(broken, expected)
+def test_resumes_exactly_with(train, stopped_at, unet_with_dropout, assert_same_run, tmp_path, step, changes):
+    changes = {"checkpointing_steps": 1, "max_train_steps": 12, **changes}
+    if "model_config_name_or_path" in changes:
+        changes["model_config_name_or_path"] = unet_with_dropout
+    expected = train(tmp_path / "uninterrupted", **changes)
+    folder = stopped_at(step, expected)
+    train(folder, **changes, **RESUME)
+    assert_same_run(folder, expected)
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (2, 2)])
-@pytest.mark.slow
-def test_killed_while_it_trains(launch, assert_same_run, tmp_path, workers, processes):
-    """Between two steps or within one, as it comes, and after a checkpoint."""
-    changes = {"dataloader_num_workers": workers, "processes": processes, "train_batch_size": 4 // processes}
-    expected = tmp_path / "unbroken"
-    other = launch(expected, **changes)
-    broken = tmp_path / "broken"
-    running = launch(broken, max_train_steps=400, **changes)
-    wait_for(lambda: lines_of(broken) > 10, running)
+@pytest.mark.parametrize(("num_workers", "processes"), [(2, 1), (0, 2)])
+def test_killed_run_resumes_exactly(launch, finished, assert_same_run, tmp_path, num_workers, processes):
+    """The kill happens at any point of a step, after the checkpoint of step 8."""
+    changes = {"dataloader_num_workers": num_workers, "processes": processes, "train_batch_size": 4 // processes}
+    folder = tmp_path / "killed"
+    running = launch(folder, max_train_steps=400, **changes)
+    expected = finished
+    if processes > 1:
+        expected = tmp_path / "uninterrupted"
+        assert launch(expected, **changes).wait()[0] == 0
+    running.wait_until(lambda: count_lines(folder) > 10)
     running.kill()
-    code, _, errors = launch(broken, resume_from_checkpoint="latest", **changes).wait()
+    for path in folder.glob("checkpoint-*"):
+        if int(path.name.split("-")[1]) > 12:
+            shutil.rmtree(path)
+    code, _, errors = launch(folder, **changes, **RESUME).wait()
     assert code == 0, errors
-    assert other.wait()[0] == 0
-    steps = [line["step"] for line in map(json.loads, (broken / "metrics.jsonl").read_text().splitlines())]
-    assert steps == list(range(1, 17))
-    assert_same_run(broken, expected)
+    assert_same_run(folder, expected)
 
 
-def test_killed_while_it_writes_a_checkpoint(launch, train, unbroken, assert_same_run, tmp_path):
-    expected = unbroken()
-    broken = tmp_path / "broken"
-    running = launch(broken, max_train_steps=400, checkpointing_steps=1)
-    wait_for(lambda: lines_of(broken) > 4 and list(broken.glob(".partial-*")), running)
+def test_killed_while_writing_a_checkpoint(launch, train, finished, assert_same_run, tmp_path, monkeypatch):
+    sync = checkpoints.sync
+    monkeypatch.setattr(checkpoints, "sync", lambda path: (time.sleep(0.01), sync(path)))
+    folder = tmp_path / "killed"
+    running = launch(folder, max_train_steps=400, checkpointing_steps=1)
+    running.wait_until(lambda: count_lines(folder) > 4 and list(folder.glob(".partial-*")))
     running.kill()
-    assert list(broken.glob(".partial-*")), "it was killed between two checkpoints after all"
-    train(broken, resume_from_checkpoint="latest")
-    assert not list(broken.glob(".partial-*"))
-    assert_same_run(broken, expected)
+    monkeypatch.undo()
+    assert list(folder.glob(".partial-*"))
+    train(folder, **RESUME)
+    assert not list(folder.glob(".partial-*"))
+    assert_same_run(folder, finished)
 
 
-# With validation in every step it is there that most signals arrive.
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.slow
-def test_a_signal_saves_and_says_how_to_go_on(launch, train, unbroken, tmp_path, number, processes):
-    expected = unbroken()
-    broken = tmp_path / "broken"
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_signal_saves_and_explains_how_to_resume(launch, train, finished, weights_of, tmp_path, number, processes):
+    folder = tmp_path / "stopped"
+    # With a validation after each step, most signals arrive during one.
     changes = {"checkpointing_steps": 1000, "dataloader_num_workers": 2, "validation_steps": 1}
-    changes |= {"train_batch_size": 4 // processes, "processes": processes}
-    running = launch(broken, max_train_steps=400, **changes)
-    wait_for(lambda: lines_of(broken) > 2, running)
-    # As a terminal and a scheduler do: to all processes of the job, one after the other.
-    family = [running.process.pid, *(child.pid for child in psutil.Process(running.process.pid).children())]
-    for pid in family if processes == 1 else family[1:]:
-        os.kill(pid, number)
+    running = launch(folder, processes, max_train_steps=400, train_batch_size=4 // processes, **changes)
+    running.wait_until(lambda: count_lines(folder) > 2)
+    # A terminal sends Ctrl-C to the data loader workers too.
+    family = [(psutil.Process(pid), *psutil.Process(pid).children()) for pid in running.process.pids]
+    for process in [process for processes in family for process in processes]:
+        process.send_signal(number)
         time.sleep(0.01)
     code, _, errors = running.wait()
-    if processes > 1:
-        errors = "\n".join(line for line in errors.splitlines() if "stopped by" in line)
-        assert len(errors.splitlines()) == 1
-    else:
-        assert code == 128 + number
-    (checkpoint,) = broken.glob("checkpoint-*")
-    assert f"stopped by {number.name} after step {checkpoint.name.split('-')[1]} of 400" in errors.splitlines()[-1]
-    assert "--resume_from_checkpoint latest goes on" in errors.splitlines()[-1]
+    assert code == 128 + number
+    (checkpoint,) = checkpoints_in(folder)
+    step = int(checkpoint.removeprefix("checkpoint-"))
+    (line,) = [line for line in errors.splitlines() if "stopped by" in line]
+    assert f"train_unconditional: stopped by {number.name} after step {step} of 400" in line
+    assert line.endswith("the same command with --resume_from_checkpoint latest resumes")
     assert "Traceback" not in errors
-    if int(checkpoint.name.split("-")[1]) < 16:
-        train(broken, resume_from_checkpoint="latest")
-        weights, wanted = (load_file(path / "checkpoint-16" / "unet" / WEIGHTS) for path in (broken, expected))
-        for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0 if processes == 1 else 1e-3)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.slow
-def test_a_signal_to_one_process_while_it_samples_stops_all(launch, tmp_path, rank):
-    """The others can not know of it until the next step, after which all of them stop."""
-    settings = {"sample_steps": 2, "num_samples": 4, "num_inference_steps": 200, "checkpointing_steps": 1000}
-    running = launch(tmp_path / "run", processes=2, max_train_steps=400, **settings)
-    wait_for(lambda: lines_of(tmp_path / "run") == 1, running)
-    time.sleep(0.2)
-    os.kill(psutil.Process(running.process.pid).children()[rank].pid, signal.SIGTERM)
-    _, _, errors = running.wait(timeout=90)
-    assert "stopped by SIGTERM after step" in errors
-    assert list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_a_second_interrupt_ends_at_once(launch, tmp_path):
-    settings = {"sample_steps": 2, "num_samples": 4, "num_inference_steps": 100_000 // 100}
-    running = launch(tmp_path / "run", **settings)
-    wait_for(lambda: lines_of(tmp_path / "run") == 1, running)
-    time.sleep(0.3)
-    os.kill(running.process.pid, signal.SIGINT)
-    time.sleep(0.1)
-    os.kill(running.process.pid, signal.SIGINT)
-    code, _, errors = running.wait(timeout=60)
-    assert code == 130
-    assert (
-        errors.strip()
-        .splitlines()[-1]
-        .endswith("--resume_from_checkpoint latest goes on from the last checkpoint, if there is one")
-    )
-    assert "Traceback" not in errors
+    assert step < 16
+    train(folder, **RESUME)
+    expected = weights_of(finished, 16)
+    for name, tensor in weights_of(folder, 16).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0 if processes == 1 else 1e-3)
 
 
 @pytest.fixture
-def two_checkpoints(train, tmp_path):
-    return train(tmp_path / "run", max_train_steps=8)
+def sampling(monkeypatch, tmp_path):
+    """Two files: the first one appears while samples are made, which lasts until the second one appears."""
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+
+    def wait(images, columns):
+        begun.touch()
+        while not may_end.exists():
+            time.sleep(0.001)
+        return grid(images, columns)
+
+    monkeypatch.setattr(monitoring, "grid", wait)
+    return begun, may_end
 
 
-def test_latest_passes_over_a_broken_checkpoint_and_says_so(train, two_checkpoints, unbroken, assert_same_run, capsys):
-    weights = two_checkpoints / "checkpoint-8" / "unet" / "diffusion_pytorch_model.safetensors"
+SAMPLES = {"num_samples": 1, "num_inference_steps": 1, "validation_steps": 0, "checkpointing_steps": 1000}
+
+
+def test_signal_to_one_process_stops_all(launch, sampling, tmp_path):
+    """The signal arrives while the main process makes samples in step 3. It takes effect at the next log line."""
+    begun, may_end = sampling
+    folder = tmp_path / "run"
+    running = launch(folder, processes=2, max_train_steps=400, logging_steps=2, sample_steps=3, **SAMPLES)
+    running.wait_until(begun.exists)
+    running.process.send_signal(signal.SIGTERM, 1)
+    may_end.touch()
+    code, _, errors = running.wait()
+    assert code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 4 of 400" in errors
+    assert checkpoints_in(folder) == ["checkpoint-4"]
+
+
+def test_second_interrupt_stops_without_saving(launch, sampling, tmp_path):
+    folder = tmp_path / "run"
+    running = launch(folder, sample_steps=2, **SAMPLES)
+    running.wait_until(sampling[0].exists)
+    for _ in range(2):
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    code, _, errors = running.wait()
+    assert code == 130
+    message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
+    assert errors.splitlines()[-1] == f"train_unconditional: {message}"
+    assert "Traceback" not in errors
+    assert checkpoints_in(folder) == []
+
+
+def test_latest_skips_a_damaged_checkpoint(train, finished, stopped_at, assert_same_run, capsys):
+    folder = stopped_at(8)
+    weights = folder / "checkpoint-8" / "unet" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
-    train(two_checkpoints, resume_from_checkpoint="latest")
-    said = capsys.readouterr().out
-    assert "checkpoint-8 is passed over: unet/diffusion_pytorch_model.safetensors is not what was written" in said
-    assert "checkpoint-4: going on after step 4" in said
-    assert_same_run(two_checkpoints, unbroken())
+    train(folder, checkpointing_steps=1, **RESUME)
+    printed = capsys.readouterr().out
+    assert f"warning: skipped {folder}/checkpoint-8: unet/{WEIGHTS} has changed since it was written" in printed
+    assert f"resumed from {folder}/checkpoint-7, after step 7" in printed
+    assert_same_run(folder, finished)
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
-        (lambda folder: (folder / "checksums.json").write_text("{"), "its checksums.json can not be read"),
-    ],
-)
-def test_a_broken_checkpoint_is_not_resumed_from(train, two_checkpoints, damage, reason):
-    damage(two_checkpoints / "checkpoint-8")
-    with pytest.raises(TrainingStopped, match=reason):
-        train(two_checkpoints, resume_from_checkpoint="checkpoint-8")
+def test_rejects_checkpoints_of_older_versions(train, stopped_at):
+    folder = stopped_at(3)
+    state_file, checksums_file = (folder / "checkpoint-3" / name for name in ("state.json", "checksums.json"))
+    state = json.loads(state_file.read_text())
+    assert state.pop("format_version") == 2
+    state_file.write_text(json.dumps(state))
+    checksums = json.loads(checksums_file.read_text()) | {"state.json": checksum(state_file)}
+    checksums_file.write_text(json.dumps(checksums))
+    with pytest.raises(UserError, match=r"checkpoint-3 was written by another version .* \(format 1, this version"):
+        train(folder, **RESUME)
 
 
-@pytest.mark.parametrize("which", ["latest", "checkpoint-3"])
-def test_resuming_where_there_is_nothing_is_an_error(refused, which):
-    assert "to resume from" in refused(resume_from_checkpoint=which)
+def test_rejects_to_resume_without_a_checkpoint(refused):
+    assert "refused has no checkpoint to resume from; leave the flag out to start a new run" in refused(**RESUME)
 
 
-def test_other_settings_are_named_and_refused(train, two_checkpoints, metrics_of):
-    kept = (two_checkpoints / "settings.json").read_text()
-    changes = {"learning_rate": 0.02, "adam_beta1": 0.8, "resume_from_checkpoint": "latest"}
-    with pytest.raises(TrainingStopped) as stopped:
-        train(two_checkpoints, **changes)
-    assert "learning_rate was 0.01 and is 0.02" in str(stopped.value)
-    assert "adam_beta1 was 0.9 and is 0.8" in str(stopped.value)
-    assert (two_checkpoints / "settings.json").read_text() == kept
-    train(two_checkpoints, allow_changed_settings=True, **changes, **{"no-use_ema": True})
-    assert metrics_of(two_checkpoints)[-1]["lr"] == 0.02
-    train(two_checkpoints, allow_changed_settings=True, max_train_steps=20, **changes)  # averages again
-    with pytest.raises(TrainingStopped, match="holds the weights of another model: skip_scaling was 'cs' and is 'ls'"):
-        train(two_checkpoints, allow_changed_settings=True, skip_scaling="ls", **changes)
-    with pytest.raises(TrainingStopped, match=r"data was 'the built-in shapes, 30 images.* and is "):
-        train(two_checkpoints, num_shapes=40, resume_from_checkpoint="latest")
+def test_changed_settings_need_permission(train, stopped_at, metrics_of):
+    folder = stopped_at(8)
+    before = (folder / "settings.json").read_text()
+    changes = {"learning_rate": 0.02, "adam_beta1": 0.8, **RESUME}
+    with pytest.raises(UserError, match=r"learning_rate was 0.01 and is 0.02.*pass the same settings, or --allow"):
+        train(folder, **changes)
+    with pytest.raises(UserError, match="checkpoint-8 is beyond the run's 7 steps: increase --max_train_steps or"):
+        train(folder, max_train_steps=7, **RESUME)
+    assert (folder / "settings.json").read_text() == before
+    changes["allow_changed_settings"] = True
+    train(folder, **changes, **{"no-use_ema": True})
+    assert metrics_of(folder)[-1]["lr"] == 0.02
+    train(folder, max_train_steps=20, **changes)  # with EMA weights again
+    assert (folder / "checkpoint-20" / "unet_ema").is_dir()
+    with pytest.raises(UserError, match="holds the weights of another model: skip_scaling was 'cs' and is 'ls'"):
+        train(folder, max_train_steps=24, skip_scaling="ls", **changes)
 
 
-def test_what_may_change_is_not_refused(train, two_checkpoints, unbroken, metrics_of):
-    changes = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
-    train(two_checkpoints, resume_from_checkpoint="latest", **changes)
-    losses, expected = ([line["loss"] for line in metrics_of(folder)] for folder in (two_checkpoints, unbroken()))
+def test_batch_can_be_divided_differently(train, finished, stopped_at, metrics_of):
+    folder = stopped_at(8)
+    train(folder, train_batch_size=2, gradient_accumulation_steps=2, dataloader_num_workers=1, **RESUME)
+    losses, expected = ([line["loss"] for line in metrics_of(run)] for run in (folder, finished))
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_pictures_may_have_moved_but_not_changed(train, tmp_path):
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+def test_data_can_be_moved_but_not_changed(train, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
     shapes = Shapes(count=12, size=8)
     for k in range(len(shapes)):
-        shapes.image(k).save(pictures / f"{k:02}.png")
+        shapes.image(k).save(images / f"{k:02}.png")
     settings = {"num_shapes": None, "max_train_steps": 4}
-    folder = train(tmp_path / "run", train_data_dir=pictures, **settings)
-    moved = pictures.rename(tmp_path / "moved")
-    settings |= {"max_train_steps": 8, "resume_from_checkpoint": "latest", "train_data_dir": moved}
+    folder = train(tmp_path / "run", train_data_dir=images, **settings)
+    moved = images.rename(tmp_path / "moved")
+    settings |= {"max_train_steps": 8, "train_data_dir": moved, **RESUME}
     train(folder, **settings)
     (moved / "11.png").unlink()
-    with pytest.raises(TrainingStopped, match=r"data was '.*12 images.*' and is '.*11 images.*'; data_finger"):
+    with pytest.raises(UserError, match=r"data was '.*12 images.*' and is '.*11 images.*'; data_fingerprint was"):
         train(folder, **settings)
 
 
-def test_an_earlier_checkpoint_is_not_resumed_from_while_there_are_later_ones(train, two_checkpoints):
-    with pytest.raises(TrainingStopped, match="later checkpoints than checkpoint-4: move checkpoint-8 away first"):
-        train(two_checkpoints, resume_from_checkpoint="checkpoint-4")
-    shutil.rmtree(two_checkpoints / "checkpoint-8")
-    train(two_checkpoints, resume_from_checkpoint="checkpoint-4")
+def test_finished_run_can_be_resumed(train, finished, stopped_at, metrics_of):
+    folder = stopped_at(16)
+    shutil.rmtree(folder / "unet")  # as if it had been killed before it saved the pipeline
+    train(folder, checkpointing_steps=1, **RESUME)
+    weights, expected = (load_file(run / "unet" / WEIGHTS) for run in (folder, finished))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    assert metrics_of(folder) == metrics_of(finished)
 
 
-def test_with_a_schedule_that_ends_its_length_is_a_setting(train, tmp_path):
-    folder = train(tmp_path / "run", lr_scheduler="cosine", max_train_steps=8)
-    with pytest.raises(TrainingStopped, match="max_train_steps was 8 and is 16"):
-        train(folder, lr_scheduler="cosine", resume_from_checkpoint="latest")
+def test_keeps_the_latest_checkpoints(train, tmp_path):
+    folder = train(tmp_path / "run", max_train_steps=6, checkpointing_steps=2, checkpoints_total_limit=2)
+    assert checkpoints_in(folder) == ["checkpoint-4", "checkpoint-6"]
 
 
-def test_a_finished_run_resumed_is_the_same(train, two_checkpoints, metrics_of):
-    weights = two_checkpoints / "unet" / "diffusion_pytorch_model.safetensors"
-    before, log = load_file(weights), metrics_of(two_checkpoints)
-    shutil.rmtree(two_checkpoints / "unet")  # as if it had been killed before it saved the pipeline
-    train(two_checkpoints, max_train_steps=8, resume_from_checkpoint="latest")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(weights).items())
-    assert metrics_of(two_checkpoints) == log
-
-
-def test_the_limit_keeps_the_last_ones(train, tmp_path):
-    folder = train(tmp_path / "run", checkpointing_steps=2, checkpoints_total_limit=2)
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-14", "checkpoint-16"]
-    # A broken one that is newer does not push out the one that is written.
-    file = folder / "checkpoint-16" / "state.json"
-    file.write_text(file.read_text() + " ")
-    train(folder, max_train_steps=15, checkpoints_total_limit=1, resume_from_checkpoint="latest")
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-15"]
-
-
-def test_a_checkpoint_runs_no_code_when_it_is_loaded(two_checkpoints):
-    kinds = {path.suffix for path in (two_checkpoints / "checkpoint-8").rglob("*") if path.is_file()}
-    assert kinds == {".safetensors", ".json"}
-
-
-def test_a_checkpoint_holds_models_that_load(two_checkpoints):
-    from scalelong_diffusers import UViTModel
-
+def test_checkpoint_holds_models_and_no_code(finished):
+    checkpoint = finished / "checkpoint-16"
+    assert {path.suffix for path in checkpoint.rglob("*") if path.is_file()} == {".safetensors", ".json"}
     for name in ("unet", "unet_ema"):
-        model = UViTModel.from_pretrained(two_checkpoints / "checkpoint-8", subfolder=name)
-        assert model.skip_scaler.config.method == "cs"
-    averaged = load_file(two_checkpoints / "checkpoint-8" / "unet_ema" / "diffusion_pytorch_model.safetensors")
-    pipeline = ScaleLongUnconditionalPipeline.from_pretrained(two_checkpoints)
-    assert all(torch.equal(tensor, averaged[name]) for name, tensor in pipeline.unet.state_dict().items())
+        assert UViTModel.from_pretrained(checkpoint, subfolder=name).skip_scaler.config.method == "cs"
+    average = load_file(checkpoint / "unet_ema" / WEIGHTS)
+    pipeline = ScaleLongUnconditionalPipeline.from_pretrained(finished)
+    assert all(torch.equal(tensor, average[name]) for name, tensor in pipeline.unet.state_dict().items())
 
 
-def test_a_disk_that_is_full_ends_the_run_and_keeps_the_last_checkpoint(launch, train, tmp_path, tiny_config):
-    """Files are limited to less than an optimizer's state has; the checkpoint before was written without the limit."""
-    folder = train(tmp_path / "run", max_train_steps=4)
-    script = (
-        "import resource, runpy, sys; limit = 40_000; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)); "
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    running = launch(folder, resume_from_checkpoint="latest", python_code=script)
-    code, _, errors = running.wait()
+def limit_file_sizes():
+    """Make writing fail as on a full disk: checkpoints do not fit into this, and logs do."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+
+def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(launch, train, stopped_at):
+    folder = stopped_at(4)
+    for step in (1, 2, 3):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    code, _, errors = launch(folder, prepare=limit_file_sizes, **RESUME).wait()
     assert code == 1
-    last = errors.strip().splitlines()[-1]
-    assert "the checkpoint of step 8 could not be written" in last
+    last = errors.splitlines()[-1]
+    assert "cannot write the checkpoint of step 8: " in last
     assert "File too large" in last
     assert last.endswith(f"the last checkpoint is {folder / 'checkpoint-4'}")
-    assert [path.name for path in folder.glob("*checkpoint*")] == ["checkpoint-4"]
+    assert checkpoints_in(folder) == ["checkpoint-4"]
     assert not list(folder.glob(".partial-*"))
-    train(folder, resume_from_checkpoint="latest")
+    train(folder, **RESUME)
+
+
+def test_full_disk_without_a_checkpoint(launch, tmp_path):
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))  # noqa: E731
+    running = launch(tmp_path / "run", prepare=limit, max_train_steps=400, checkpointing_steps=1000)
+    code, _, errors = running.wait()
+    assert code == 1
+    assert "cannot write the log: [Errno 27] File too large; there is no checkpoint" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
