@@ -88,7 +88,8 @@ def check_size(name: str, value: int, multiple: int = 1):
     if value < 1 or value % multiple:
         below = value // multiple * multiple
         nearest = f"{below} or {below + multiple}" if below > 0 else multiple
-        raise UserError(f"{name} must be a positive multiple of {multiple}, got {value}; the nearest: {nearest}")
+        accepted = "at least 1" if multiple == 1 else f"a multiple of {multiple} (the nearest: {nearest})"
+        raise UserError(f"{name} must be {accepted}, got {value}")
 
 
 def check_channels(model: nn.Module, vae: Autoencoder | None):

@@ -146,8 +146,8 @@ def load_text_encoder(
         tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=tokenizer_folder, **hub_options)
     if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise UserError(
-            f"the weights of the text encoder in {source} do not fit a CLIP of its config.json: {wrong[0]} is missing "
-            "or has another shape"
+            f"the weights of the text encoder in {source} do not fit its config.json, or it is not a CLIP: {wrong[0]} "
+            "is missing or has another shape"
         )
     check_tokenizer(tokenizer, text_encoder)
     return text_encoder.eval(), tokenizer

@@ -73,7 +73,8 @@ def hub_errors(source: str | os.PathLike, revision: str | None = None) -> Iterat
     try:
         yield
     except LocalEntryNotFoundError as error:
-        raise HubUnreachable(f"{source} is not a local folder, and the Hub cannot be reached") from error
+        advice = f"download it where there is a network (`hf download {source}`) and give the folder"
+        raise HubUnreachable(f"{source} is not a local folder, and the Hub cannot be reached: {advice}") from error
     except (HFValidationError, HfHubHTTPError) as error:
         raise UserError(_refusal(error, source, revision)) from error
     except HTTPError as error:

@@ -168,7 +168,7 @@ class TestLoading:
         file = clip / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
         with pytest.raises(
-            UserError, match=rf"do not fit a CLIP of its config\.json: {name}\S+ is missing or has another sh"
+            UserError, match=rf"do not fit its config\.json, or .*: {name}\S+ is missing or has another sh"
         ):
             load_text_encoder(clip)
         assert "REPORT" not in capfd.readouterr().err
@@ -180,10 +180,10 @@ class TestLoading:
     def test_rejects_other_text_encoders(self, clip):
         config = T5Config(vocab_size=61, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
         T5EncoderModel(config).save_pretrained(clip)
-        with pytest.raises(UserError, match=r"the weights of the text encoder in .* do not fit a CLIP"):
+        with pytest.raises(UserError, match=r"the weights of the text encoder in .* do not fit its config"):
             load_text_encoder(clip)
 
     def test_rejects_a_folder_without_a_text_encoder(self, clip):
         (clip / "config.json").unlink()
-        with pytest.raises(UserError, match=r"do not fit a CLIP of its config\.json"):
+        with pytest.raises(UserError, match=r"do not fit its config\.json"):
             load_text_encoder(clip)
