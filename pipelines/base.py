@@ -121,19 +121,12 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         check_scheduler(self.scheduler, unwrap_model(self.unet))
         check_size("batch_size", batch_size)
         accepted = self._callback_tensor_inputs
-        for is_wrong, message in (
-            (output_type not in OUTPUT_TYPES, f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}"),
-            (
-                not set(accepted).issuperset(tensor_inputs),
-                f"callback_on_step_end_tensor_inputs must be among {accepted}, got {tensor_inputs}",
-            ),
-            (
-                isinstance(generator, list) and len(generator) != batch_size,
-                f"generator must be a torch.Generator, or a list with one for each of the {batch_size} images",
-            ),
-        ):
-            if is_wrong:
-                raise UserError(message)
+        if output_type not in OUTPUT_TYPES:
+            raise UserError(f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}")
+        if not set(accepted).issuperset(tensor_inputs):
+            raise UserError(f"callback_on_step_end_tensor_inputs must be among {accepted}, got {tensor_inputs}")
+        if isinstance(generator, list) and len(generator) != batch_size:
+            raise UserError(f"generator must be one for all or one for each of the {batch_size} images")
 
     def _denoise(
         self,

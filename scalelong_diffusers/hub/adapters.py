@@ -50,12 +50,12 @@ def save_adapter(
     names = adapter_names(unet)
     if adapter_name is None and len(names) == 1:
         adapter_name = names[0]
-    for is_wrong, message in (
-        (not isinstance(unet, SkipScalingMixin), "no skip scaling to save; save its LoRA with pipe.save_lora_weights"),
-        (adapter_name not in (names or [None]), f"the LoRAs {names}; give the name of one, got {adapter_name!r}"),
-    ):
-        if is_wrong:
-            raise UserError(f"this {type(unet).__name__} has {message}")
+    if not isinstance(unet, SkipScalingMixin):
+        raise UserError(
+            f"this {type(unet).__name__} has no skip scaling to save; save its LoRA with pipe.save_lora_weights"
+        )
+    if adapter_name not in (names or [None]):
+        raise UserError(f"adapter_name must be one of the LoRAs of the model, {names}, got {adapter_name!r}")
     gates = {_GATE_PREFIX + name: weight.contiguous() for name, weight in unet.skip_scaler.state_dict().items()}
     os.makedirs(folder, exist_ok=True)
     for name in (LORA_FILE, GATES_FILE):  # of an adapter saved here before

@@ -224,24 +224,17 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
         "--skip_scaling METHOD ('none' for a plain U-ViT)": not given and gates is None,
         "--context_length N": has_text and details.context_length is None,
     }
-    method, kappa = given.get("method"), given.get("kappa", "auto")
-    wrong = {
-        f"context_length={details.context_length} needs a text-to-image model": (
-            details.context_length is not None and not has_text
-        ),
-        f"skip_scaling={method!r} does not exist in the reference": method == "learnable",
-        f"--skip_scaling {method} needs the --kappa of the training, as a number": (
-            method in ("cs", "constant") and kappa == "auto"
-        ),
-        f"skip_scaling={method!r} contradicts its gates, which the method 'ls' has": (
-            bool(gates) and method not in (None, "ls")
-        ),
-    }
-    missing = [flag for flag, is_missing in needed.items() if is_missing]
-    problems = [f"the weights do not tell everything: give {', '.join(missing)}"] if missing else []
-    problems += [problem for problem, is_wrong in wrong.items() if is_wrong]
-    if problems:
-        raise UserError(f"{source}: {problems[0]}")
+    if missing := [flag for flag, is_missing in needed.items() if is_missing]:
+        raise UserError(f"{source}: the weights do not tell everything: give {', '.join(missing)}")
+    if details.context_length is not None and not has_text:
+        raise UserError(f"{source} is not a text-to-image model: leave out context_length={details.context_length}")
+    method = given.get("method")
+    if method == "learnable":
+        raise UserError(f"{source}: skip_scaling='learnable' does not exist in the reference")
+    if method in ("cs", "constant") and given.get("kappa", "auto") == "auto":
+        raise UserError(f"{source}: --skip_scaling {method} needs the --kappa of the training, as a number")
+    if gates and method not in (None, "ls"):
+        raise UserError(f"{source}: skip_scaling={method!r} contradicts its gates, which the method 'ls' has")
 
 
 def _check_matches(given: StateDict, expected: StateDict, source: str):

@@ -39,20 +39,18 @@ def prepare_for_fine_tuning(
     present = unet.skip_scaler.config if isinstance(unet, SkipScalingMixin) else SkipScalingConfig("none")
     is_scaled = present.method != "none"
     names = adapter_names(unet)
-    for is_wrong, message in (
-        (
-            names,
-            f"has the adapter {', '.join(names)}; merge it into the weights first: pipe.fuse_lora(), then "
-            "pipe.unload_lora_weights()",
-        ),
-        (
-            is_scaled and not config.equals_except_strength(present),
-            f"was trained with {present}; use the same, or call remove_skip_scaling before fine-tuning with {config}",
-        ),
-        (lora_rank is None and lora_alpha is not None, f"gets no LoRA: {lora_alpha=} needs lora_rank"),
-    ):
-        if is_wrong:
-            raise UserError(f"this {type(unet).__name__} {message}")
+    if names:
+        raise UserError(
+            f"this {type(unet).__name__} has the adapter {', '.join(names)}; merge it into the weights first: "
+            "pipe.fuse_lora(), then pipe.unload_lora_weights()"
+        )
+    if is_scaled and not config.equals_except_strength(present):
+        raise UserError(
+            f"this {type(unet).__name__} was trained with {present}; use the same, or call remove_skip_scaling before "
+            f"fine-tuning with {config}"
+        )
+    if lora_rank is None and lora_alpha is not None:
+        raise UserError(f"lora_alpha={lora_alpha} needs lora_rank")
     if lora_rank is not None:
         from peft import LoraConfig  # optional
 

@@ -174,13 +174,15 @@ class TestFiles:
         save_adapter(fine_tuned(), tmp_path / "one")
         pipe = load_adapter(build_kind("sd1"), tmp_path / "one", adapter_name="first")
         pipe.load_lora_weights(tmp_path / "one", adapter_name="second")
-        with pytest.raises(UserError, match=r"has the LoRAs \['first', 'second'\]; give the name of one, got None"):
+        with pytest.raises(
+            UserError, match=r"adapter_name must be one of the LoRAs of the model, \['first', 'second'\], got None"
+        ):
             save_adapter(pipe, tmp_path / "two")
         save_adapter(pipe, tmp_path / "two", adapter_name="second")
         assert torch.equal(draw(load_adapter(build_kind("sd1"), tmp_path / "two")), draw(fine_tuned()))
 
     def test_rejects_a_name_without_a_lora(self, build_kind, tmp_path):
-        with pytest.raises(UserError, match=r"has the LoRAs \[\]; give the name of one, got 'first'"):
+        with pytest.raises(UserError, match=r"adapter_name must be one of the LoRAs of the model, \[\], got 'first'"):
             save_adapter(apply_skip_scaling(build_kind("sd1"), "cs"), tmp_path, adapter_name="first")
 
     def test_rejects_a_model_without_scaling(self, build_kind, tmp_path):

@@ -48,7 +48,7 @@ CALLS = [
     ("nothing", [], {"height": 15}, "height must be a multiple of 2 (the nearest: 14 or 16), got 15"),
     ("nothing", [], {"width": 1}, "width must be a multiple of 2 (the nearest: 2), got 1"),
     ("text", ["a"], {"width": 9}, "width must be a multiple of 2 (the nearest: 8 or 10), got 9"),
-    ("classes", [[0, 1]], {"generator": [GENERATOR]}, "or a list with one for each of the 2 images"),
+    ("classes", [[0, 1]], {"generator": [GENERATOR]}, "one for all or one for each of the 2 images"),
     ("text", ["a"], {"generator": [GENERATOR] * 3, "num_images_per_prompt": 2}, "one for each of the 2 images"),
     ("nothing", [2], {"latents": torch.zeros(1, 3, 8, 8)}, "latents must have shape (2, 3, 8, 8), got (1"),
     ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must have shape (1,"),
