@@ -29,7 +29,7 @@ from scalelong_diffusers.training import (
     parse_config,
     run_script,
 )
-from scalelong_diffusers.training.fine_tuning_run import FineTuning, FineTuningDataConfig
+from scalelong_diffusers.training.fine_tuning import FineTuning, FineTuningDataConfig
 from scalelong_diffusers.training.text import grid_prompts, held_out_captions
 
 

@@ -1,19 +1,180 @@
-"""Prepare a U-Net for fine-tuning: scale its skips without changing its output, and add a LoRA."""
+"""Fine-tune a Stable Diffusion: its U-Net scaled without a jump, its LoRA, its data and its encoded captions."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.training_utils import cast_training_params
+from diffusers.utils import is_peft_available
 from torch import nn
 
+from scalelong_diffusers.data import Batch, DataConfig
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.hub.adapters import NO_PEFT
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
-from scalelong_diffusers.patching import apply_skip_scaling
+from scalelong_diffusers.options import option
+from scalelong_diffusers.patching import apply_skip_scaling, set_skip_scaling_strength
+from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
+from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.scaling import SkipScalingConfig
-from scalelong_diffusers.training.stable_diffusion import StableDiffusion
+from scalelong_diffusers.training.config import OptimizationConfig
+from scalelong_diffusers.training.latents import check_autoencoder
+from scalelong_diffusers.training.noise import NoiseProcess
+from scalelong_diffusers.training.stable_diffusion import (
+    StableDiffusion,
+    encode_tokens,
+    load_stable_diffusion,
+    tokenize_prompts,
+    tokenizers,
+    training_schedule,
+)
+from scalelong_diffusers.training.text import check_validation_prompts
+
+
+if TYPE_CHECKING:
+    from scalelong_diffusers.training.run import TrainingRun
+
+# If a scaling must be warmed up and --skip_scaling_warmup_steps is not given.
+DEFAULT_WARMUP_STEPS = 500
+
+
+@dataclass(frozen=True)
+class FineTuningDataConfig(DataConfig):
+    """The data of a fine-tuning run, whose resolution is the pipeline's own by default."""
+
+    resolution: int | None = option(
+        None, "scale and crop images to this width and height in pixels (default: the pipeline's own)", at_least=1
+    )
+
+
+class FineTuning:
+    """
+    What a fine-tuning script adds to its [`TrainingRun`].
+
+    It loads the pipeline and the data. Its options are the flags of `finetune_text_to_image.py`.
+    """
+
+    def __init__(self, run: "TrainingRun"):
+        self.run = run
+        self.config = config = run.config
+        self.source = config.pretrained_model_name_or_path
+        if config.lora_rank is not None:
+            self._check_lora()
+        self.pipe = load_stable_diffusion(self.source).to(run.device)
+        self.pipe.set_progress_bar_config(disable=True)
+        # It would print the captions that it truncates in each step.
+        logging.getLogger(type(self.pipe).__module__).setLevel(logging.ERROR)
+        for tokenizer in tokenizers(self.pipe):
+            check_validation_prompts(config.validation_prompts, tokenizer, tokenizer.model_max_length)
+        run.vae = self.pipe.vae
+        resolution = config.data.resolution or native_resolution(self.pipe)
+        check_size("--resolution", resolution, vae_factor(self.pipe.vae))
+        run.load_data(needs_captions=True, resolution=resolution)
+        run.data.add_tokenizers(tokenize_prompts(self.pipe))
+        check_autoencoder(run.data, self.pipe.vae, self.source)
+
+    def noise_process(self) -> NoiseProcess:
+        """Return the noise process that the pipeline was trained with."""
+        return NoiseProcess(training_schedule(self.pipe).config, snr_gamma=self.config.optimization.snr_gamma)
+
+    def start(self):
+        """Scale the U-Net without changing its first output, and start the run."""
+        config, options = self.config, self.config.optimization
+        torch.manual_seed(seed_for(options.seed, "model"))  # of gates and LoRA
+        trained, warmup_steps = scale_without_jump(
+            self.pipe, config.skip_scaling, options.skip_scaling_warmup_steps, config.lora_rank, config.lora_alpha
+        )
+        optimizer = eight_bit_adam(options, trained) if config.use_8bit_adam else None
+        self.run.start({"unet": self.pipe.unet}, optimizer, warmup_steps)
+
+    def encode_captions(self, batch: Batch) -> dict[str, Any]:
+        """Return the U-Net's keyword arguments for a batch, some of whose captions are dropped."""
+        dropped = batch.uniform("dropped condition") < self.config.proportion_empty_prompts
+        ids = {name: batch[name] for name in ("input_ids", "input_ids_2") if name in batch}
+        return encode_tokens(self.pipe, ids, dropped, self.run.resolution)
+
+    def save(self):
+        """Save the pipeline, or only the adapter of a LoRA run."""
+        if self.config.lora_rank is not None:
+            self.run.save_adapter(self.pipe, self.source)
+        else:
+            is_hub_id = not os.path.isdir(self.source)
+            self.run.save(self.pipe, {"base_model": self.source} if is_hub_id else None)
+
+    def _check_lora(self):
+        if not is_peft_available():
+            raise UserError(f"--lora_rank {self.config.lora_rank}: {NO_PEFT}")
+        if self.config.output.push_to_hub and os.path.isdir(self.source):
+            raise UserError(
+                "--push_to_hub of a LoRA names the repository that it is loaded into, but "
+                f"--pretrained_model_name_or_path {self.source} is a folder: pass a Hub id, or push later with "
+                "push_adapter"
+            )
+
+
+def native_resolution(pipe: StableDiffusion) -> int:
+    """Return the resolution of the images that a pipeline makes by default."""
+    size = pipe.unet.config.sample_size
+    if not isinstance(size, int):
+        raise UserError(f"the unet has sample_size={size!r}, which is not a square: pass --resolution")
+    return size * vae_factor(pipe.vae)
+
+
+def scale_without_jump(
+    pipe: StableDiffusion,
+    skip_scaling: SkipScalingConfig | None,
+    warmup_steps: int | None,
+    lora_rank: int | None,
+    lora_alpha: float | None,
+) -> tuple[list[nn.Parameter], int]:
+    """
+    Scale the pipeline's U-Net and return its trained parameters and the number of warm-up steps.
+
+    The first output of the U-Net is unchanged. A scaling that would change it is warmed up from strength 0.
+
+    Args:
+        skip_scaling: the present scaling of the U-Net by default, or else `"ls"`.
+        warmup_steps: `DEFAULT_WARMUP_STEPS` by default, if a warm-up is needed.
+    """
+    is_scaled = isinstance(pipe.unet, SkipScalingMixin) and pipe.unet.skip_scaler.config.method != "none"
+    if skip_scaling is None:
+        skip_scaling = pipe.unet.skip_scaler.config if is_scaled else SkipScalingConfig("ls")
+    if is_scaled or starts_at_identity(skip_scaling):
+        if warmup_steps:
+            reason = "the U-Net is already scaled" if is_scaled else f"{skip_scaling.method} starts with factors of 1"
+            raise UserError(f"--skip_scaling_warmup_steps {warmup_steps} has nothing to warm up: {reason}")
+        warmup_steps = 0
+    elif warmup_steps == 0:
+        raise UserError(
+            f"--skip_scaling {skip_scaling.method} without --skip_scaling_warmup_steps would change the output "
+            "abruptly: pass a number of steps, or use --skip_scaling ls, which starts at 1"
+        )
+    elif warmup_steps is None:
+        warmup_steps = DEFAULT_WARMUP_STEPS
+    trained = prepare_for_fine_tuning(pipe, skip_scaling, lora_rank, lora_alpha)
+    if warmup_steps:
+        set_skip_scaling_strength(pipe, skip_scaling.strength)  # the run raises it from 0 to this value
+    return list(trained.values()), warmup_steps
+
+
+def eight_bit_adam(options: OptimizationConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return bitsandbytes' 8-bit AdamW."""
+    try:
+        from bitsandbytes.optim import AdamW8bit  # optional
+    except ImportError as error:
+        raise UserError("--use_8bit_adam needs a package: pip install bitsandbytes") from error
+    return AdamW8bit(
+        parameters,
+        lr=options.learning_rate,
+        betas=(options.adam_beta1, options.adam_beta2),
+        weight_decay=options.adam_weight_decay,
+        eps=options.adam_epsilon,
+    )
 
 
 # The attention projections, as in diffusers' own scripts for Stable Diffusion.

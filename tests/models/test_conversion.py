@@ -207,7 +207,7 @@ def test_rejects_impossible_gates(shape, message, tmp_path, capsys):
             [*DETAILS, "--skip_scaling", "ls", "--skip_scaling_reduction", "4"],
             r"se.layer1.weight is \(1, 17\) instead of \(4, 17\)",
         ),
-        ([*DETAILS, "--context_length", "5"], "context_length=5 needs a text-to-image model"),
+        ([*DETAILS, "--context_length", "5"], "not a text-to-image model: leave out context_length=5"),
         (["--num_attention_heads", "5", "--timesteps", "discrete"], "hidden_size.*num_attention_heads=5"),
         (["--num_attention_heads", "0", "--timesteps", "discrete"], "num_attention_heads=0"),
         (["--num_attention_heads", "4", "--timesteps", "0-1"], "invalid choice: '0-1'"),

@@ -16,7 +16,7 @@ from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scalin
 from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
-from scalelong_diffusers.training import fine_tuning_run
+from scalelong_diffusers.training import fine_tuning
 from scalelong_diffusers.training.stable_diffusion import (
     encode_tokens,
     load_stable_diffusion,
@@ -382,7 +382,7 @@ class EightBits(torch.optim.Optimizer):
 @pytest.mark.parametrize("package", ["bitsandbytes", None])
 def test_eight_bit_adam_resumes_exactly(tune, stopped_at, assert_same_run, monkeypatch, tmp_path, package):
     if package is None:
-        monkeypatch.setattr(fine_tuning_run, "eight_bit_adam", EightBits)
+        monkeypatch.setattr(fine_tuning, "eight_bit_adam", EightBits)
     else:
         pytest.importorskip(package)
     changes = {"max_train_steps": 4, "checkpointing_steps": 2, "learning_rate": 0.01, "use_8bit_adam": True}
@@ -428,7 +428,7 @@ class TestRejects:
         assert refused_tuning(use_8bit_adam=True) == "--use_8bit_adam needs a package: pip install bitsandbytes"
 
     def test_lora_without_peft(self, refused_tuning, monkeypatch):
-        monkeypatch.setattr(fine_tuning_run, "is_peft_available", lambda: False)
+        monkeypatch.setattr(fine_tuning, "is_peft_available", lambda: False)
         assert refused_tuning(lora_rank=2).startswith("--lora_rank 2: LoRA needs the package peft: pip install")
 
     def test_other_pipelines(self, refused_tuning, ddpm, build_kind, sd, tmp_path):
