@@ -30,7 +30,6 @@ SCALING_FILE = "skip_scaling.json"
 GATES_FILE = "skip_scaling.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the default name of `load_lora_weights`
 
-NO_PEFT = "LoRA needs the package peft: pip install peft"
 
 _GATE_PREFIX = "skip_scaler."
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from scalelong_diffusers.data import Batch, DataConfig
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.hub.adapters import NO_PEFT
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
 from scalelong_diffusers.options import option
@@ -108,7 +107,7 @@ class FineTuning:
 
     def _check_lora(self):
         if not is_peft_available():
-            raise UserError(f"--lora_rank {self.config.lora_rank}: {NO_PEFT}")
+            raise UserError(f"--lora_rank {self.config.lora_rank} needs a package: pip install peft")
         if self.config.output.push_to_hub and os.path.isdir(self.source):
             raise UserError(
                 "--push_to_hub of a LoRA names the repository that it is loaded into, but "

@@ -173,8 +173,9 @@ class PrecomputedWriter:
         if changed:
             reason = f"holds other files or precomputed latents: {'; '.join(changed)}"
             raise UserError(f"output_dir {self.folder} {reason}; use the same settings, or another folder")
-        for partial_file in self.folder.glob(".*.part"):
-            partial_file.unlink()
+        for pattern in (".*.part", ".tmp*"):  # of our own writes, and of safetensors'
+            for partial_file in self.folder.glob(pattern):
+                partial_file.unlink()
         self._write_index(finished=False)
 
     def _shards(self, rank: int, num_processes: int) -> Iterator[tuple[Path, _RowsToEncode, np.ndarray]]:
