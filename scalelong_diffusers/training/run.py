@@ -172,21 +172,42 @@ class TrainingRun:
         self.modules = modules
         self.size = RunSize.of(self.config, self.accelerator.num_processes, self.data.train.num_samples)
         self.warmup_steps = (options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps) or 0
-        if self.warmup_steps >= self.size.max_train_steps:
-            raise UserError(
-                f"--skip_scaling_warmup_steps {self.warmup_steps} does not end within the run's "
-                f"{self.size.max_train_steps} steps: warm up for fewer steps, or train longer"
-            )
         self.settings = describe_settings(self)
-        for name, value in self.settings.items():
-            self.accelerator.print(f"{name}: {value}")
-        if options.lr_scheduler != "constant" and options.lr_warmup_steps >= self.size.max_train_steps:
-            self.accelerator.print(
-                f"warning: the learning rate warms up for {options.lr_warmup_steps} steps (--lr_warmup_steps), and "
-                f"the run has only {self.size.max_train_steps}"
-            )
+        self._report_settings()
         evaluates = self.config.monitoring.eval_steps > 0
         self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
+        self._prepare_models(optimizer)
+        self._recorded: dict[str, Any] = {}
+        self._unreadable: set[str] = set()
+        self._seconds = 0.0
+        if self.config.output.resume_from_checkpoint is not None:
+            self._resume(self.config.output.resume_from_checkpoint)
+        self.optimizer_step.set_learning_rate(self.global_step)
+        self.write("the settings", self._write_settings)
+        self.write("the log", lambda: self.metrics.resume_at(self.global_step))
+        if self.config.monitoring.report_to != "none":
+            plain = {name: value for name, value in self.settings.items() if isinstance(value, int | float | str)}
+            self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
+
+    def _report_settings(self):
+        """Print the settings, and check the lengths of the warm-ups."""
+        options, steps = self.config.optimization, self.size.max_train_steps
+        if self.warmup_steps >= steps:
+            raise UserError(
+                f"--skip_scaling_warmup_steps {self.warmup_steps} does not end within the run's {steps} steps: warm up "
+                "for fewer steps, or train longer"
+            )
+        for name, value in self.settings.items():
+            self.accelerator.print(f"{name}: {value}")
+        if options.lr_scheduler != "constant" and options.lr_warmup_steps >= steps:
+            self.accelerator.print(
+                f"warning: the learning rate warms up for {options.lr_warmup_steps} steps (--lr_warmup_steps), and "
+                f"the run has only {steps}"
+            )
+
+    def _prepare_models(self, optimizer: torch.optim.Optimizer | None):
+        """Move the models to the device, and make their EMA weights and their optimizer."""
+        options, modules = self.config.optimization, self.modules
         for module in modules.values():
             module.to(self.device).train()
             if options.gradient_checkpointing:
@@ -199,28 +220,12 @@ class TrainingRun:
             for key, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        self.optimizer_step = OptimizerStep(
-            options, self.accelerator, named_parameters, optimizer, self.size.max_train_steps
-        )
+        steps = self.size.max_train_steps
+        self.optimizer_step = OptimizerStep(options, self.accelerator, named_parameters, optimizer, steps)
         # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
-        wrapped = [self.accelerator.prepare(module) for module in modules.values()]
-        self.models = dict(zip(modules, wrapped))
-        self._full_strength = {
-            module: module.skip_scaler.config.strength
-            for module in modules.values()
-            if isinstance(module, SkipScalingMixin)
-        }
-        self._recorded: dict[str, Any] = {}
-        self._unreadable: set[str] = set()
-        self._seconds = 0.0
-        if self.config.output.resume_from_checkpoint is not None:
-            self._resume(self.config.output.resume_from_checkpoint)
-        self.optimizer_step.set_learning_rate(self.global_step)
-        self.write("the settings", self._write_settings)
-        self.write("the log", lambda: self.metrics.resume_at(self.global_step))
-        if self.config.monitoring.report_to != "none":
-            plain = {name: value for name, value in self.settings.items() if isinstance(value, int | float | str)}
-            self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
+        self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
+        scaled = [module for module in modules.values() if isinstance(module, SkipScalingMixin)]
+        self._full_strength = {module: module.skip_scaler.config.strength for module in scaled}
 
     @property
     def ema(self) -> EMAModel | None:
