@@ -194,8 +194,8 @@ class TrainingRun:
         options, steps = self.config.optimization, self.size.max_train_steps
         if self.warmup_steps >= steps:
             raise UserError(
-                f"--skip_scaling_warmup_steps {self.warmup_steps} does not end within the run's {steps} steps: warm up "
-                "for fewer steps, or train longer"
+                f"--skip_scaling_warmup_steps {self.warmup_steps} does not end within the run's {steps} steps: warm "
+                "up for fewer steps, or train longer"
             )
         for name, value in self.settings.items():
             self.accelerator.print(f"{name}: {value}")
