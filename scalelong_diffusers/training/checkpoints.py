@@ -104,7 +104,7 @@ class Checkpoints:
         if self.limit is None:
             return
         others = [self.path(step) for step in self.steps() if self.path(step) != newest]
-        for path in others[: len(others) - (self.limit - 1)]:
+        for path in others[: max(0, len(others) - (self.limit - 1))]:
             # Renamed first, so that a half-removed checkpoint does not look like one.
             old = path.with_name(f"{_OLD}{path.name}")
             os.rename(path, old)
@@ -278,6 +278,7 @@ def _optimizer_state(run: "TrainingRun") -> tuple[dict[str, torch.Tensor], dict[
                 value = value.clone()  # 8-bit Adam shares tables between parameters, and safetensors refuses that
             if is_tensor:
                 written.add(value.data_ptr())
+                value = value.contiguous()  # safetensors refuses other memory formats
             (tensors if is_tensor else numbers)[f"{names[id(parameter)]}/{key}"] = value
     return tensors, numbers
 
