@@ -94,7 +94,7 @@ class TestRejects:
             load_features(str(tmp_path / "bare"))
 
     def test_text_model(self, tmp_path):
-        with pytest.raises(UserError, match="bert has no features of an image: BertModel fails with"):
+        with pytest.raises(UserError, match="bert has no image features: BertModel fails with"):
             saved(BertModel(BertConfig(vocab_size=9, **TINY)), tmp_path / "bert")
 
     def test_folder_without_model(self, tmp_path):
