@@ -20,7 +20,7 @@ test: install
 check: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-# Two trainings and a page that compares them: about seven minutes, or one with QUICK=1.
+# Two training runs and a page that compares them: about seven minutes, or one minute with QUICK=1.
 demo: install
 	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
 

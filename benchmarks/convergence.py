@@ -30,8 +30,8 @@ Parts:
 - C, one change at a time, at the best learning rates of A: 12 and 28 layers, batch sizes 16 and 64; and a small U-Net
   (UNet2DModel, three levels with 16, 32 and 32 channels, attention in the last: 9 skips) at its own four learning
   rates, one seed. (The widths and learning rates of the U-Net were chosen after A, before its first run.)
-- D, what makes CS differ: a plain model whose `skip_proj`, which reads the skips, starts with weights times k, trains
-  with its learning rate times k, or both with everything else that makes it equal to CS except for clipping
+- D, the parts of CS: a plain model whose `skip_proj`, which reads the skips, starts with weights times k, or trains
+  with a learning rate times k, or has both and everything else that makes it equal to CS, except for clipping
   (benchmarks/without_factors.py).
 - E, batch size 64 with seeds 0 to 2, for the plain model and the method that differed most from it there. (Added after
   C, to see whether the seed was the reason.)

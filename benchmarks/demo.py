@@ -30,7 +30,7 @@ TRAINING = {
     "seed": 0,
     "resolution": 16,
     "train_batch_size": 32,
-    # This learns to draw fastest: predict the clean image and weight the loss by the SNR.
+    # The model learns to draw fastest if it predicts the clean image and the loss is weighted by the SNR.
     "prediction_type": "sample",
     "snr_gamma": 1,
     "ddpm_beta_schedule": "squaredcos_cap_v2",
@@ -58,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_const",
         dest="steps",
         const=QUICK_STEPS,
-        help=f"train {QUICK_STEPS} steps, only to see that it works",
+        help=f"train {QUICK_STEPS} steps, just to see that it works",
     )
     length.add_argument("--steps", type=int, help=f"steps of each run, at least 10 (default: {STEPS})")
     parser.add_argument("--folder", type=Path, help="output folder (default: runs/demo, or runs/demo-N for N steps)")
@@ -159,7 +159,7 @@ def call(module: str, *arguments: Any):
 
 
 def report(message: str):
-    """Print a line right away."""
+    """Print a line immediately."""
     print(message, flush=True)
 
 

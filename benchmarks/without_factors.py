@@ -1,5 +1,5 @@
 """
-Train a plain U-ViT with parts of what makes constant scaling (CS) differ, to find out which part matters.
+Train a plain U-ViT with single parts of constant scaling (CS), to find out which part matters.
 
     python benchmarks/without_factors.py --of_cs init|rate|both [flags of train_unconditional.py]
 

@@ -44,12 +44,12 @@ class NonFiniteImages(UserError):
 
 class SamplingPipeline(HubMixin, DiffusionPipeline):
     """
-    Base class of our pipelines. A subclass adds its condition: one tensor that the model gets at every step.
+    Base class of our pipelines. A subclass adds its condition: one tensor that the model receives in every step.
 
     Arguments that all constructors share:
         unet: a diffusers U-Net or a model of scalelong_diffusers.
-        scheduler: any diffusers scheduler that fits.
-        vae: decodes the model's latents; None for a model of pixels.
+        scheduler: any compatible diffusers scheduler.
+        vae: autoencoder that decodes the model's latents; None for a pixel model.
         latent_scale: factor that the latents were multiplied by in training, if not the vae's `scaling_factor`.
 
     Arguments that all `__call__` methods share:
@@ -62,7 +62,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         output_type: `"pil"`, `"np"`, `"pt"` or `"latent"`.
         callback_on_step_end: called as `callback(pipe, step, timestep, tensors)` after each step. The tensors that it
             returns replace the current ones. Set `pipe._interrupt = True` in it to stop.
-        callback_on_step_end_tensor_inputs: names of the tensors that the callback gets.
+        callback_on_step_end_tensor_inputs: names of the tensors that the callback receives.
     """
 
     model_cpu_offload_seq = "text_encoder->unet->vae"
@@ -82,7 +82,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             needs = ", ".join(f"{argument} ({option})" for argument, option in conditions.items()) or "no condition"
             right = _PIPELINES.get(frozenset(conditions))
             raise UserError(
-                f"{type(self).__name__} gives its model {self._condition_argument or 'no condition'}, but this "
+                f"{type(self).__name__} passes its model {self._condition_argument or 'no condition'}, but this "
                 f"{type(model).__name__} takes {needs}{f'; use {right}' if right else ''}"
             )
         check_channels(model, vae)
@@ -93,7 +93,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        pipeline_index(pretrained_model_name_or_path, kwargs)  # has clearer messages
+        pipeline_index(pretrained_model_name_or_path, kwargs)  # raises clearer errors
         with damaged_file_errors(pretrained_model_name_or_path):
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
@@ -126,7 +126,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         if not set(accepted).issuperset(tensor_inputs):
             raise UserError(f"callback_on_step_end_tensor_inputs must be among {accepted}, got {tensor_inputs}")
         if isinstance(generator, list) and len(generator) != batch_size:
-            raise UserError(f"generator must be one for all or one for each of the {batch_size} images")
+            raise UserError(f"generator must be one generator, or a list with one for each of the {batch_size} images")
 
     def _denoise(
         self,
@@ -205,12 +205,12 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         return latents.to(self._execution_device, model.dtype) * self.scheduler.init_noise_sigma
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
-        """Return the height and width of the images, with the model's own size for what is None."""
+        """Return the height and width of the images. None means the size that the model was trained for."""
         model, factor = unwrap_model(self.unet), vae_factor(self.vae)
         if height is None or width is None:
             size = model.config.sample_size
             if size is None:
-                raise UserError(f"give height and width: this {type(model).__name__} has no sample_size")
+                raise UserError(f"pass height and width: this {type(model).__name__} has no sample_size")
             default_height, default_width = (size, size) if isinstance(size, int) else size
             height, width = height or default_height * factor, width or default_width * factor
         check_size("height", height, size_multiple(model) * factor)
@@ -242,7 +242,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
 
 def check_finite(tensor: torch.Tensor):
-    """Check generated images. This is the only place where sampling waits for the device."""
+    """Raise `NonFiniteImages` for NaN or infinite values. Only this check waits for the device during sampling."""
     if not tensor.isfinite().all():
         raise NonFiniteImages(
             f"the generated images are not finite: training diverged, or the values are too large for {tensor.dtype}"

@@ -16,8 +16,8 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
 
     Args:
         class_names: the names of the classes in order, or a dict from number to name.
-        null_class: the class that means "no class", which guidance needs. It is the last one, `num_class_embeds - 1`;
-            None for a model that was trained without it.
+        null_class: the class that means "no class", which guidance needs: the last one, `num_class_embeds - 1`, or
+            None for a model that was trained without a null class.
 
     See [`SamplingPipeline`] for the other arguments.
 
@@ -110,7 +110,7 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         Generate images of classes.
 
         Args:
-            class_labels: the number or name of a class, or one for each image.
+            class_labels: the number or name of a class, or a list with one for each image.
             guidance_scale: as in diffusers: `uncond + guidance_scale * (cond - uncond)`; 1 turns it off.
             guidance_rescale: how far to restore the contrast that guidance changes, from 0 to 1.
             num_images_per_prompt: number of images per label.

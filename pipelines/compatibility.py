@@ -63,7 +63,7 @@ def uses_predicted_variance(scheduler: SchedulerMixin) -> bool:
 
 
 def _has_learned_variance(scheduler: SchedulerMixin) -> bool:
-    # A config made from another scheduler's config has entries that this scheduler does not read.
+    # A config that was copied from another scheduler can have entries that this scheduler does not read.
     if "variance_type" not in inspect.signature(type(scheduler).__init__).parameters:
         return False
     return scheduler.config.get("variance_type") in ("learned", "learned_range")
@@ -106,7 +106,7 @@ def check_channels(model: nn.Module, vae: Autoencoder | None):
 
 
 def check_scheduler(scheduler: SchedulerMixin, model: nn.Module):
-    """Check that the model's output has the variance that the scheduler reads, and no other channels are dropped."""
+    """Check that the model predicts the variance that the scheduler reads, and that no channels are dropped."""
     if not _has_learned_variance(scheduler):
         return
     channels, out_channels = model.config.in_channels, model.config.out_channels

@@ -17,8 +17,9 @@ _OURS = ("ScaleLongUnconditionalPipeline", "ScaleLongClassConditionalPipeline", 
 
 def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
     """
-    Load one of our pipelines, or the components of a stock one (DDPM, DDIM, Stable Diffusion), from a folder or the
-    Hub, without naming its class. Takes the options of `from_pretrained`.
+    Load a pipeline from a folder or the Hub, without naming its class. Takes the options of `from_pretrained`.
+
+    A stock pipeline (DDPM, DDIM, Stable Diffusion) is loaded as one of our pipelines.
 
     ```python
     pipe = load_pipeline("some/model", dtype=torch.bfloat16)

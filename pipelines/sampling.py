@@ -1,4 +1,4 @@
-"""Sample numbered images into a folder. Image k depends only on the seed and k, so sampling can resume at any time."""
+"""Sample numbered images into a folder. Image k depends only on the settings and k, so sampling can always resume."""
 
 import inspect
 import math
@@ -47,20 +47,20 @@ _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Everything that an image depends on except its number."""
+    """All settings that determine image k, except k itself."""
 
     model: str
-    revision: str | None = option(None, "branch, tag or commit on the Hub", metavar="NAME")
+    revision: str | None = option(None, "branch, tag or commit of the model on the Hub", metavar="NAME")
     prompt: tuple[str, ...] | None = option(None, "prompts, used in turn", metavar="TEXT")
-    negative_prompt: str | None = option(None, "text that guidance leads away from", metavar="TEXT")
+    negative_prompt: str | None = option(None, "text to guide images away from", metavar="TEXT")
     class_labels: tuple[str, ...] | None = option(
-        None, "names or numbers of classes, used in turn; all classes by default", metavar="NAME"
+        None, "names or numbers of classes, used in turn (default: all classes)", metavar="NAME"
     )
-    scheduler: str | None = option(None, "scheduler; the model's own by default", choices=SCHEDULERS)
+    scheduler: str | None = option(None, "scheduler (default: the model's own)", choices=SCHEDULERS)
     num_inference_steps: int = option(50, "number of denoising steps", at_least=1, metavar="N")
     guidance_scale: float | None = option(
         None,
-        "classifier-free guidance as in diffusers, 1 is off; the pipeline's default if not given",
+        "classifier-free guidance as in diffusers; 1 turns it off (default: the pipeline's)",
         at_least=0,
         metavar="W",
     )
@@ -75,10 +75,10 @@ class SampleConfig:
 
 class Sampling:
     """
-    Images 0 to `num_images - 1` of a pipeline in a folder, and a grid of them.
+    Makes images 0 to `num_images - 1` with a pipeline, saves them in a folder, and adds a grid of them.
 
-    The constructor rejects everything that cannot be sampled, or not into this folder, and replaces the pipeline's
-    scheduler if the config names one.
+    The constructor rejects options that do not fit the pipeline and folders with other images. It replaces the
+    pipeline's scheduler if the config names one.
     """
 
     def __init__(self, pipe: SamplingPipeline, config: SampleConfig, folder: Path, num_images: int, batch_size: int):
@@ -102,7 +102,7 @@ class Sampling:
 
     def make(self) -> int:
         """
-        Make the images that the folder lacks and return their number.
+        Make the missing images and return their number.
 
         The processes of `accelerate launch` or torchrun share the work.
         """
@@ -156,7 +156,7 @@ class Sampling:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device; without a name, a GPU if there is one, a different one for each process."""
+    """Return the named device. Without a name, return this process's GPU, or the CPU if there is no GPU."""
     if name is None:
         team = processes()
         return team.device if team.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
@@ -190,7 +190,7 @@ def _conditions(pipe: SamplingPipeline, config: SampleConfig) -> tuple[str, list
             raise UserError(f"--{name} needs a {kind} pipeline, and {config.model} is a {type(pipe).__name__}")
     if is_text:
         if config.prompt is None:
-            raise UserError(f"{config.model} is a text-to-image pipeline: give at least one --prompt")
+            raise UserError(f"{config.model} is a text-to-image pipeline: pass at least one --prompt")
         return "prompt", list(config.prompt)
     if is_class:
         labels = config.class_labels or range(pipe.num_classes)
@@ -207,7 +207,7 @@ def _guidance_scale(pipe: SamplingPipeline, config: SampleConfig) -> float | Non
 
 
 def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None:
-    """Return what changes with the weights: the size and time of a folder's files, or the commit on the Hub."""
+    """Identify the weights: by the size and time of the files in a folder, or by the commit on the Hub."""
     folder = Path(config.model)
     if not folder.is_dir():
         index = try_to_load_from_cache(config.model, pipe.config_name, revision=config.revision)
@@ -221,7 +221,7 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
 
 
 def _check_folder(folder: Path, settings: dict[str, Any]):
-    """Reject a folder with images of other settings or of another origin."""
+    """Reject a folder whose images were made with other settings or by another program."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     before = read_sample_settings(folder)
     problem = None
@@ -234,11 +234,11 @@ def _check_folder(folder: Path, settings: dict[str, Any]):
     elif sampled_numbers(folder) and (difference := _first_difference(before, settings)):
         problem = f"has images made with {difference}"
     if problem is not None:
-        raise UserError(f"{folder} {problem}: give another --output_dir, or delete it")
+        raise UserError(f"{folder} {problem}: pass another --output_dir, or delete it")
 
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return words like `seed 0, not 1` or `prompt 3 'a cat', not 'a dog'`."""
+    """Describe the first difference, such as `seed 0, not 1` or `prompt 3 'a cat', not 'a dog'`."""
 
     def flat(settings: dict[str, Any]) -> dict[str, Any]:
         entries = {**settings, "model": str(Path(settings["model"]))}  # a slash at its end makes no difference
@@ -277,7 +277,7 @@ def sampled_numbers(folder: Path) -> list[int]:
 
 
 def is_complete(file: Path) -> bool:
-    """Return whether a PNG has its last chunk, which a crash or a full disk may have cut off."""
+    """Return whether a PNG ends with its last chunk. After a crash or on a full disk, the chunk may be missing."""
     if not file.is_file() or file.stat().st_size < len(_END_OF_PNG):
         return False
     with open(file, "rb") as opened:
@@ -286,7 +286,7 @@ def is_complete(file: Path) -> bool:
 
 
 def save_image(image: PIL.Image.Image, file: Path):
-    """Save a PNG atomically. It is not synced to disk: there may be many, and they can be made again."""
+    """Save a PNG atomically, without syncing it to disk: there may be many images, and they can be made again."""
     atomic_write(file, lambda partial: image.save(partial, format="PNG"), durable=False)
 
 

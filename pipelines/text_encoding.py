@@ -25,7 +25,8 @@ _EOS_IN_EARLY_CONFIGS = 2
 
 class CaptionEncoder:
     """
-    Encodes captions as [`ScaleLongTextToImagePipeline`] encodes prompts. The empty text is the null condition.
+    Encoder for captions, equal to the prompt encoding of [`ScaleLongTextToImagePipeline`]. The empty text is the null
+    condition.
 
     Gradients reach the parameters of the text encoder that require them. Call a text encoder that is wrapped for
     training with the ids from `tokenize`: `text_encoder(encoder.tokenize(captions))[0]`. `model` is the unwrapped
@@ -131,7 +132,7 @@ def load_text_encoder(
     if not any(all(fetch_file(source, file, **hub_options) for file in choice) for choice in files):
         accepted = " nor ".join(" and ".join(choice) for choice in files)
         raise UserError(
-            f"{source} has no tokenizer: there is neither {accepted}; give the CLIP or pipeline that the tokenizer "
+            f"{source} has no tokenizer: there is neither {accepted}; pass the CLIP or pipeline that the tokenizer "
             "belongs to, or copy its files there"
         )
     with damaged_file_errors(source), _quiet_transformers():

@@ -27,7 +27,7 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
     Pipeline for text-to-image generation.
 
     Args:
-        text_encoder, tokenizer: from a CLIP. Without them, give `prompt_embeds` instead of prompts.
+        text_encoder, tokenizer: components of a CLIP model. Without them, pass `prompt_embeds` instead of prompts.
 
     See [`SamplingPipeline`] for the other arguments.
 
@@ -129,11 +129,11 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
     def _embeds(self, name: str, prompt: str | list[str] | None, embeds: torch.Tensor | None) -> torch.Tensor:
         model = unwrap_model(self.unet)
         if (prompt is None) == (embeds is None):
-            raise UserError(f"give either {name} or {name}_embeds{'' if prompt is None else ', not both'}")
+            raise UserError(f"pass either {name} or {name}_embeds{'' if prompt is None else ', not both'}")
         if embeds is None:
             if self.text_encoder is None or self.tokenizer is None:
                 raise UserError(
-                    f"this pipeline has no text_encoder and tokenizer to encode {name}; give {name}_embeds, or "
+                    f"this pipeline has no text_encoder and tokenizer to encode {name}; pass {name}_embeds, or "
                     "guidance_scale=1 for no negative prompt"
                 )
             prompts = [prompt] if isinstance(prompt, str) else prompt

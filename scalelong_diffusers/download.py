@@ -73,7 +73,7 @@ def hub_errors(source: str | os.PathLike, revision: str | None = None) -> Iterat
     try:
         yield
     except LocalEntryNotFoundError as error:
-        advice = f"download it where there is a network (`hf download {source}`) and give the folder"
+        advice = f"run `hf download {source}` on a machine with a network connection, and pass the folder"
         raise HubUnreachable(f"{source} is not a local folder, and the Hub cannot be reached: {advice}") from error
     except (HFValidationError, HfHubHTTPError) as error:
         raise UserError(_refusal(error, source, revision)) from error

@@ -14,7 +14,7 @@ def atomic_write(file: Path, write: Callable[[Path], None], durable: bool = True
     Write a file so that a reader sees either the old or the new content, even if the process is killed.
 
     Args:
-        write: writes the content to the temporary path that it is given.
+        write: function that writes the content to the temporary path that it receives.
         durable: sync to disk before and after the rename. Turn it off for many small files that can be made again.
     """
     partial = file.with_name(f".{file.name}.{os.getpid()}.part")

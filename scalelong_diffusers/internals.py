@@ -1,7 +1,7 @@
 """
-Everything private in torch and diffusers that the package uses, in one place.
+All private parts of torch and diffusers that the package uses.
 
-Each function has a test that fails if a new version of the library changes what it relies on.
+Each function has a test that fails if a new version of the library changes the part that the function uses.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 """
-Config dataclasses whose fields say everything about an option, and the flags that are derived from them.
+Config dataclasses whose fields describe options completely, and the flags derived from them.
 
 ```python
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ OnResume = Literal["same", "free", "fixed"]
 @dataclass(frozen=True)
 class Option:
     """
-    What a field knows in addition to its name, type and default.
+    Metadata of a config field, in addition to its name, type and default.
 
     Args:
         help: the text in `--help`.
@@ -46,7 +46,7 @@ class Option:
         choices: accepted values.
         metavar: placeholder in `--help`.
         on_resume: `"same"`: a resumed run must have the same value unless `--allow_changed_settings` is given;
-            `"free"`: it may change; `"fixed"`: it can never change, as the weights depend on it.
+            `"free"`: the value may change; `"fixed"`: the value can never change, because the weights depend on it.
     """
 
     help: str
@@ -138,7 +138,7 @@ def _expected(hint: Any, details: Option) -> str:
         return f"a number, {details.bounds}{literals}"
     if int in kinds:
         return f"an integer, {details.bounds}{literals}"
-    return "a list of texts" if tuple in kinds else "text"
+    return "a list of strings" if tuple in kinds else "a string"
 
 
 def _kinds(hint: Any) -> set[Any]:
@@ -162,7 +162,7 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
     """
     Build a config, and the configs nested in it, from values by flag. Flags of other configs are ignored.
 
-    Nested configs that are given are used as they are. The others start from the default of their field.
+    `nested_configs` are used unchanged. Other nested configs start from the default of their field.
     """
     fields = dict(nested_configs)
     for field in dataclasses.fields(config_class):
@@ -173,7 +173,7 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
 
 
 def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given values by field, without nested configs."""
+    """Return the values that are set, by field, without nested configs."""
     given = {}
     for field in dataclasses.fields(config_class):
         flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
@@ -206,7 +206,7 @@ def flat_options(config: Any) -> dict[str, Any]:
 
 class ArgumentParser(argparse.ArgumentParser):
     """
-    argparse with one-line errors that suggest the flag that was probably meant.
+    An argparse parser with one-line errors that suggest similar flags.
 
     Flags can be spelled with hyphens or underscores.
     """
@@ -249,7 +249,7 @@ def add_options(
 
     Args:
         without: flags to leave out.
-        optional: require no flag.
+        optional: require none of the flags.
         defaults: a config whose values are shown as defaults, instead of the defaults of the class.
 
     Parsing leaves out flags that were not given, so that `build_config(config_class, vars(arguments))` uses the
@@ -275,7 +275,7 @@ def _add_flag(group, flag: str, default: Any, is_required: bool, hint: Any, deta
     if bool in kinds:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        # `check_options` refuses other choices, and suggests the nearest.
+        # `check_options` rejects other choices and suggests the nearest one.
         shown = "{" + ",".join(details.choices) + "}" if details.choices else _metavar(flag, kinds)
         settings["metavar"] = details.metavar or shown
         settings["type"] = _parser_of(hint)
@@ -320,5 +320,5 @@ def parse_options(parser: ArgumentParser, config_class: type[Config], argv: Sequ
 
 
 def as_flags(message: str, flags: Collection[str]) -> str:
-    """Write the option that a message begins with as a flag."""
+    """Add `--` to a message that begins with the name of a flag."""
     return f"--{message}" if message.split()[0].split("=")[0] in flags else message

@@ -89,7 +89,7 @@ def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: floa
 
 @dataclass(frozen=True)
 class SkipConnection:
-    """A long skip as the model runs it: its number, the layer that takes it, its channels, its factor or its gate."""
+    """A long skip of a model: its number, the layer that consumes it, its width, and its factor or gate."""
 
     i: int
     where: str
@@ -132,7 +132,7 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
     """
     Return the long skips of a model, or of the scalable model of a pipeline, with their factors or gates.
 
-    The list shows what the model runs. The config of a plain class can have a `skip_scaling` that the class ignores.
+    The list shows the factors that the model applies. A plain class ignores a `skip_scaling` entry in its config.
     """
     models = _scalable_models(model_or_pipeline)
     if len(models) > 1:
@@ -201,7 +201,7 @@ def _check_scalable(model: nn.Module):
 
 
 def _refresh_components(model_or_pipeline: nn.Module | DiffusionPipeline, models: list[nn.Module]):
-    """Assign changed components to their pipeline again: it records their class when they are assigned."""
+    """Assign changed components to their pipeline again, because a pipeline records their classes on assignment."""
     if isinstance(model_or_pipeline, DiffusionPipeline):
         for name, component in model_or_pipeline.components.items():
             if any(component is model for model in models):

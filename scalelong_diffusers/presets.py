@@ -1,7 +1,7 @@
 """
-Every experiment of the paper and of U-ViT in one table: the model and how it was trained and sampled.
+The experiments of the paper and of U-ViT in one table: models, training and sampling.
 
-Values that the papers do not give are missing.
+Values that the papers do not state are missing.
 """
 
 import dataclasses
@@ -20,11 +20,14 @@ Task = Literal["unconditional", "class-conditional", "text-to-image"]
 @dataclass(frozen=True)
 class Preset:
     """
-    One experiment.
+    One experiment of the papers.
 
-    `parameters` counts the model without gates. `is_latent` models work on latents of Stable Diffusion's autoencoder.
-    `training` is a partly filled training config, by flag, and `scheduler` the config of a diffusers scheduler with
-    the `noise` that is described in words.
+    Args:
+        parameters: number of parameters of the model without gates.
+        is_latent: whether the model works on latents of Stable Diffusion's autoencoder.
+        training: values of training flags.
+        noise: description of the noise process.
+        scheduler: config of a diffusers scheduler with this noise.
     """
 
     name: str
@@ -57,7 +60,7 @@ _SIZES = {
 }
 _LINEAR_BETAS = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
 _STABLE_DIFFUSION_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-# The noise of the data, by the times that the network is shown.
+# The noise process, by the timesteps that the network receives.
 _NOISE = {
     "continuous": {"noise": "VP-SDE, beta 0.1 to 20, t ~ U(0, 1)", "scheduler": _LINEAR_BETAS},
     "discrete": {
@@ -79,7 +82,7 @@ def _uvit(
     name: str, size: str, sample_size: int, patch_size: int, timesteps: str, betas: tuple[float, float],
     *, training: dict[str, Any], condition: dict[str, Any] | None = None, is_latent: bool = False, **fields,
 ) -> Preset:  # fmt: skip
-    """Return a row of U-ViT's tables; `condition` are fields of the model's config."""
+    """Return a row of U-ViT's tables. `condition` adds fields to the model's config."""
     config = {
         "sample_size": sample_size,
         "patch_size": patch_size,
@@ -191,7 +194,7 @@ _ROWS = [
         },
         noise="betas 1e-4 to 0.02, linear", scheduler=_LINEAR_BETAS,
     ),
-    # The papers give only the sizes of the next two. These configs come closest.
+    # The papers state only the sizes of the next two models. These configs come closest.
     Preset(
         "imagenet64-unet", ScaleLongUNet2DModel,
         config={
@@ -220,7 +223,7 @@ PRESETS = {row.name: row for row in _ROWS}
 
 
 def get_preset(name: str) -> Preset:
-    """Return the preset of this name."""
+    """Return the preset with this name."""
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; accepted: {', '.join(PRESETS)}")
     return PRESETS[name]

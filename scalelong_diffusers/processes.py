@@ -1,4 +1,4 @@
-"""The processes of `accelerate launch` or torchrun. Without a launcher there is one."""
+"""The processes of `accelerate launch` or torchrun. Without a launcher there is one process."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,7 +18,7 @@ class OtherProcessFailed(UserError):
 
 
 class WorkSkipped(Exception):
-    """Optional work is skipped for a reason. This is not a failure."""
+    """Optional work was skipped, for the reason in the message. This is not a failure."""
 
 
 def processes() -> PartialState:
@@ -35,7 +35,7 @@ def run_on_all_processes(function: Callable[[], Result]) -> Result:
     If it fails in one process, the others raise `OtherProcessFailed` with the same message, so that no process waits
     forever. If it raises `WorkSkipped` in one process and fails in none, all raise `WorkSkipped`.
     """
-    processes()  # connects them
+    processes()  # connects the processes
     result = error = None
     try:
         result = function()

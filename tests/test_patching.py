@@ -248,7 +248,7 @@ class TestList:
         assert listed.parameters == size[16] + size[32]
         assert "width_16 (148)" in repr(listed)
 
-    def test_lists_what_the_model_runs_and_not_its_config(self, ddpm):
+    def test_lists_the_factors_that_the_model_applies(self, ddpm):
         model = ddpm.build_scaled("cs")
         model._internal_dict = FrozenDict({**model.config, "skip_scaling": {"method": "inv_sqrt2"}})
         assert skip_connections(model).config.method == "cs"
@@ -351,7 +351,7 @@ class TestOtherModels:
         torch.manual_seed(0)
         widths = {"cross_attention_dim": (16, 16)} if class_name.startswith("Audio") else {}
         model = plain(sample_size=8, **{**USER_CONFIG, **widths})
-        if class_name == "DreamLiteUNetModel":  # its separable convolutions have no weight of their own
+        if class_name == "DreamLiteUNetModel":  # its separable convolutions have no weight
             assert not hasattr(model.up_blocks[0].resnets[0].conv2, "weight")
         assert_scales(model, ScaleLongOther, 4, tmp_path)
 

@@ -1,14 +1,14 @@
 r"""
-Fine-tune a Stable Diffusion 1, 2 or XL with scaled long skips: its whole U-Net or a LoRA.
+Fine-tune Stable Diffusion 1, 2 or XL with scaled long skips: the whole U-Net or a LoRA.
 
     accelerate launch train/finetune_text_to_image.py --pretrained_model_name_or_path some/sd --output_dir out \
         --train_data_dir pictures_with_captions --skip_scaling ls
     accelerate launch -m scalelong_diffusers.train.finetune_text_to_image --pretrained_model_name_or_path some/sd \
         --dataset_name user/pictures --skip_scaling cs --skip_scaling_warmup_steps 500 --lora_rank 16
 
-The first output equals the output of the original model. The output folder is a pipeline, which
-`StableDiffusionPipeline.from_pretrained("out")` loads scaled after `import scalelong_diffusers`. With `--lora_rank` it
-holds only the LoRA and the scaling, for `load_adapter(pipe, "out")`.
+Before the first step, the model's output is the same as without scaling. The output folder is a pipeline, which
+`StableDiffusionPipeline.from_pretrained("out")` loads scaled after `import scalelong_diffusers`. With `--lora_rank`,
+it holds only the LoRA and the scaling, for `load_adapter(pipe, "out")`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,20 +35,20 @@ from scalelong_diffusers.training.text import grid_prompts, held_out_captions
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(RunConfig):
-    # Like diffusers' own script: a constant learning rate and no EMA.
+    # As in diffusers' own script: a constant learning rate and no EMA.
     data: FineTuningDataConfig = field(default_factory=FineTuningDataConfig)
     optimization: OptimizationConfig = field(
         default_factory=lambda: OptimizationConfig(learning_rate=1e-5, lr_scheduler="constant", use_ema=False)
     )
     monitoring: MonitoringConfig = field(default_factory=lambda: MonitoringConfig(num_samples=4))
 
-    pretrained_model_name_or_path: str = option(MISSING, "the pipeline: a folder or Hub id", metavar="PATH")
+    pretrained_model_name_or_path: str = option(MISSING, "folder or Hub id of the pipeline", metavar="PATH")
     lora_rank: int | None = option(
         None, "train a LoRA of this rank and the gates instead of the whole U-Net", at_least=1, on_resume="fixed"
     )
     lora_alpha: float | None = option(None, "scale of the LoRA: lora_alpha / lora_rank (default: 1)", above=0)
-    noise_offset: float = option(0.0, "amount of noise that is constant over an image; 0.1 is usual", at_least=0)
-    proportion_empty_prompts: float = option(0.0, "probability of dropping the caption", at_least=0, below=1)
+    noise_offset: float = option(0.0, "strength of noise that is constant over each channel; 0.1 is usual", at_least=0)
+    proportion_empty_prompts: float = option(0.0, "probability of dropping a caption", at_least=0, below=1)
     use_8bit_adam: bool = option(False, "use the 8-bit AdamW of bitsandbytes")
     validation_prompts: tuple[str, ...] | None = option(
         None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"

@@ -6,8 +6,8 @@ Encode a dataset once, so that training does not repeat it in each epoch.
     accelerate launch train/train_class_conditional.py --precomputed_dir latents --resolution 256 --center_crop \
         --random_flip --pretrained_vae_model_name_or_path stabilityai/sd-vae-ft-ema --output_dir out
 
-Means and log variances of the latents are stored, from which training draws new latents in each epoch. Run the same
-command again to resume after an interruption.
+The script stores the means and log variances of the latents, from which training draws new latents in each epoch. To
+resume after an interruption, run the same command again.
 """
 
 import dataclasses
@@ -25,25 +25,27 @@ from scalelong_diffusers.training.script import TrainingStopped, run_script
 
 @dataclass(frozen=True)
 class PrecomputeConfig:
-    """Settings of a precomputation. Training decides which images are held out."""
+    """Settings for precomputing latents. Training chooses the held-out images later."""
 
     vae: str = option(
         dataclasses.MISSING,
-        "autoencoder, a folder or an id on the Hub",
+        "folder or Hub id of the autoencoder",
         flag="pretrained_vae_model_name_or_path",
         metavar="PATH",
     )
-    output_dir: str = option(dataclasses.MISSING, "folder to write; --precomputed_dir of the training scripts")
+    output_dir: str = option(
+        dataclasses.MISSING, "folder for the latents; pass it to the training scripts as --precomputed_dir"
+    )
     text_encoder: str | None = option(
         None,
-        "CLIP text encoder that encodes all captions",
+        "folder or Hub id of a CLIP text encoder, to encode all captions",
         flag="pretrained_text_encoder_name_or_path",
         metavar="PATH",
     )
     with_labels: bool = option(False, "store the classes")
-    batch_size: int = option(16, "images per process that are encoded together", at_least=1)
+    batch_size: int = option(16, "images per process and encoder call", at_least=1)
     rows_per_shard: int = option(1024, "images per file", at_least=1)
-    dtype: str = option("fp32", "dtype of the stored latents; fp16 halves their size, with rounding", choices=DTYPES)
+    dtype: str = option("fp32", "dtype of the stored latents; fp16 halves the size but rounds", choices=DTYPES)
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self):
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None):
 
 
 def precompute(config: PrecomputeConfig):
-    """Encode the dataset of a config. Without a command line, call this."""
+    """Encode the dataset of a config. Call this function from Python."""
     encoders = Encoders(config.vae, config.text_encoder, config.dtype)
     data = load_training_data(
         config.data,

@@ -1,12 +1,12 @@
 r"""
-Train a class-conditional diffusion model, a U-ViT or a U-Net of diffusers, with scaled long skips.
+Train a class-conditional diffusion model with scaled long skips: a U-ViT or a diffusers U-Net.
 
     accelerate launch train/train_class_conditional.py --train_data_dir flowers --resolution 64 --output_dir out
     accelerate launch -m scalelong_diffusers.train.train_class_conditional --preset imagenet64-uvit-m-4 \
         --dataset_name imagenet-1k
 
-A folder with one sub-folder per class is a dataset. Without a dataset it trains on shapes that the package draws. The
-output folder is a pipeline: `ScaleLongClassConditionalPipeline.from_pretrained("out")("cat")`.
+The data can be a folder with one subfolder per class. Without a dataset, the script trains on shapes that the package
+draws. The output folder is a pipeline: `ScaleLongClassConditionalPipeline.from_pretrained("out")("cat")`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,10 @@ class ClassConditionalConfig(TrainingConfig):
     task = "class-conditional"
 
     class_dropout: float = option(
-        0.1, "probability of dropping the label, for guidance; with 0 there is no null class", at_least=0, below=1
+        0.1,
+        "probability of replacing a label with the null class, for guidance; 0: no null class",
+        at_least=0,
+        below=1,
     )
     guidance_scale: float = option(2.0, "guidance of sample grids; 1 turns it off", at_least=0)
 

@@ -1,5 +1,5 @@
 r"""
-Train a text-to-image diffusion model, a U-ViT or a U-Net of diffusers, with scaled long skips.
+Train a text-to-image diffusion model with scaled long skips: a U-ViT or a diffusers U-Net.
 
     accelerate launch train/train_text_to_image.py --train_data_dir pictures_with_captions --resolution 64 \
         --pretrained_text_encoder_name_or_path openai/clip-vit-large-patch14 --output_dir out
@@ -7,8 +7,8 @@ Train a text-to-image diffusion model, a U-ViT or a U-Net of diffusers, with sca
         --dataset_name user/coco --pretrained_vae_model_name_or_path stabilityai/sd-vae-ft-ema \
         --pretrained_text_encoder_name_or_path openai/clip-vit-large-patch14
 
-Without a text encoder, a small CLIP is built from the captions and trained too. Without a dataset it trains on shapes
-that the package draws. The output folder is a pipeline:
+Without a text encoder, the script builds a small CLIP from the captions and trains it along with the model. Without a
+dataset, the script trains on shapes that the package draws. The output folder is a pipeline:
 `ScaleLongTextToImagePipeline.from_pretrained("out")("a red circle")`.
 """
 
@@ -34,10 +34,10 @@ class TextToImageConfig(TrainingConfig):
         None, "a CLIP text encoder, or a pipeline that has one", metavar="PATH"
     )
     train_text_encoder: bool = option(
-        False, "train the text encoder too; a small one built from the captions always is", on_resume="fixed"
+        False, "also train the text encoder; a small one built from the captions is always trained", on_resume="fixed"
     )
     proportion_empty_prompts: float = option(
-        0.1, "probability of dropping the caption, for guidance", at_least=0, below=1
+        0.1, "probability of replacing a caption with the empty text, for guidance", at_least=0, below=1
     )
     validation_prompts: tuple[str, ...] | None = option(
         None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"

@@ -1,11 +1,11 @@
 r"""
-Train an unconditional diffusion model, a U-ViT or a U-Net of diffusers, with scaled long skips.
+Train an unconditional diffusion model with scaled long skips: a U-ViT or a diffusers U-Net.
 
     accelerate launch train/train_unconditional.py --train_data_dir pictures --resolution 64 --output_dir out
     accelerate launch -m scalelong_diffusers.train.train_unconditional --preset cifar10-uvit-s-2 \
         --dataset_name uoft-cs/cifar10 --output_dir out
 
-Without a dataset it trains on shapes that the package draws. The output folder is a pipeline:
+Without a dataset, the script trains on shapes that the package draws. The output folder is a pipeline:
 `ScaleLongUnconditionalPipeline.from_pretrained("out")`.
 """
 

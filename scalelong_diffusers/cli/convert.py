@@ -13,7 +13,7 @@ def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser(
         "convert",
         help="turn a .pth of U-ViT or ScaleLong into the folder of a UViTModel",
-        description="The flags give what the weights do not tell.",
+        description="The flags provide the settings that the weights do not contain.",
     )
     parser.add_argument("source", metavar="IN", help="a .pth, or a training folder with nnet_ema.pth")
     parser.add_argument("target", metavar="OUT", help="folder to write; it must not exist or must be empty")
@@ -24,7 +24,7 @@ def add_command(commands: argparse._SubParsersAction):
         help="timesteps of the network: t * 999 with t in (0, 1] (continuous), or 1 .. 1000 (discrete)",
     )
     parser.add_argument(
-        "--context_length", type=int, metavar="N", help="number of text tokens, if it is a model of text"
+        "--context_length", type=int, metavar="N", help="number of text tokens of a text-to-image model"
     )
     add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
     parser.set_defaults(run=run)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _given_fields(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of the skip scaling that were given as flags, without defaults; None without a method."""
+    """Return the skip scaling fields that were passed as flags, without defaults, or None without a method."""
     if SkipScalingConfig.from_flags(values) is None:
         return None
     return {field.name: values[flag] for flag, field, _ in options_of(SkipScalingConfig) if flag in values}

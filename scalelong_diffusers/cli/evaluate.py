@@ -49,13 +49,13 @@ from scalelong_diffusers.processes import processes
 RESULT_FILE = "evaluation.jsonl"
 DEFAULT_NUM_IMAGES = 10_000
 VERSIONS_OF = ("scalelong-diffusers", "torch", "diffusers", "transformers", "torchmetrics", "torch-fidelity")
-# Other sizes than the pipeline's own, and prompts of which one is negative, are left to `scalelong sample`.
+# `scalelong sample` has these options; evaluation uses the pipeline's own size and no negative prompt.
 _NOT_EVALUATED = ("negative_prompt", "height", "width")
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What to evaluate, and against what."""
+    """The images or model to evaluate, the reference, and the metrics."""
 
     model: str
     reference: str = option(
@@ -64,15 +64,15 @@ class EvaluateConfig:
         metavar="DATA",
     )
     num_images: int | None = option(
-        None, f"number of images; {DEFAULT_NUM_IMAGES} by default, or all of a folder", at_least=2, metavar="N"
+        None, f"number of images (default: {DEFAULT_NUM_IMAGES}, or all images of a folder)", at_least=2, metavar="N"
     )
     metric: str = option("fid,kid", "fid, kid or both, separated by a comma", metavar="NAMES")
     features: str = option(
         INCEPTION, f"feature network: {INCEPTION}, or the folder or id of a vision model", metavar="NETWORK"
     )
     batch_size: int = option(64, "images per batch", at_least=1, metavar="N")
-    cache_dir: str | None = option(None, "folder for statistics of references", metavar="DIR")
-    device: str | None = option(None, "such as cuda:1; a GPU by default, if there is one")
+    cache_dir: str | None = option(None, "folder for cached reference statistics", metavar="DIR")
+    device: str | None = option(None, "device, such as cuda:1 (default: a GPU if one is available)")
 
     def __post_init__(self):
         check_options(self)
@@ -104,17 +104,19 @@ def add_command(commands: argparse._SubParsersAction):
     parser.add_argument("model", help="a pipeline (a local folder or an id on the Hub), or a folder of images")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_options(AliasedGroup(parser, "evaluation"), EvaluateConfig)
-    images = AliasedGroup(parser, "images, if a pipeline makes them")
-    images.add_argument("--output_dir", type=Path, metavar="DIR", help="their folder; evaluation/NAME by default")
+    images = AliasedGroup(parser, "sampling, for a pipeline")
+    images.add_argument(
+        "--output_dir", type=Path, metavar="DIR", help="folder for the images (default: evaluation/NAME)"
+    )
     images.add_argument(
         "--prompt_file",
         type=_read_prompts,
         metavar="FILE",
-        help="prompts, one per line; the captions of the reference by default",
+        help="file with one prompt per line (default: the captions of the reference)",
     )
     add_options(images, SampleConfig, without=_NOT_EVALUATED)
-    data = parser.add_argument_group("reference, if it is a dataset")
-    data.add_argument("--split", choices=SPLITS, help="train by default")
+    data = parser.add_argument_group("reference dataset")
+    data.add_argument("--split", choices=SPLITS, help="split of the dataset (default: train)")
     others = {flag for flag, _, _ in options_of(DataConfig)}.difference(REFERENCE_OPTIONS)
     add_options(data, DataConfig, without=others)
     parser.set_defaults(run=run)
@@ -214,7 +216,7 @@ class Evaluation:
     def measure(
         self, images: ImageFiles, statistics: tuple[FeatureStatistics, Path], settings: dict[str, Any], folder: Path
     ) -> dict[str, Any]:
-        """Return the metrics with everything that they depend on, and append them to a file next to the images."""
+        """Return the metrics and the settings that they depend on, and append them to a file next to the images."""
         reference, file = statistics
         team = processes()
         share = images.batches(self.config.batch_size, team.num_processes, team.process_index)
@@ -249,7 +251,7 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
     config = build_config(SampleConfig, given)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
     folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
-    _ = evaluation.extractor  # fails before images are made, not after
+    _ = evaluation.extractor  # fail before images are made, not after
     pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
     pipe.to(evaluation.device)
     needs_captions = isinstance(pipe, ScaleLongTextToImagePipeline) and config.prompt is None
@@ -260,7 +262,7 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
         # In a fixed random order, because the dataset may be sorted.
         order = fixed_permutation(len(reference))[:n].tolist()
         config = dataclasses.replace(config, prompt=tuple(reference.source.captions(k)[0] for k in order))
-    # Rejects what cannot be sampled before the statistics are computed, which may take hours.
+    # Rejects invalid sampling options before the statistics are computed, which may take hours.
     sampling = Sampling(pipe, config, folder, n, evaluation.config.batch_size)
     statistics = evaluation.statistics(reference)
     sampling.make()
@@ -268,7 +270,7 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return how `scalelong sample` made the images of a folder; empty for images of another origin."""
+    """Return the settings with which `scalelong sample` made the images, or {} for images of another origin."""
     settings = read_sample_settings(folder)
     if settings is None:
         return {}
@@ -276,14 +278,14 @@ def _settings(folder: Path) -> dict[str, Any]:
     model = Path(settings["model"])
     try:
         run_settings = read_json(model, "settings.json") if model.is_dir() else None
-    except UserError:  # a file of that name that is not a run's
+    except UserError:  # a file with this name that no training run wrote
         run_settings = None
     return {**{name: settings[name] for name in names}, "ema": run_settings and run_settings.get("use_ema")}
 
 
 def _about_reference(statistics: FeatureStatistics, reference: str, file: Path) -> dict[str, Any]:
     about = {"split": None, "crop_size": None, "interpolation": None, **statistics.about}
-    for name in ("resolution", "unreadable"):  # in the result as the size of the images and as a warning
+    for name in ("resolution", "unreadable"):  # the result already has the size of the images and a warning
         about.pop(name, None)
     description = about.pop("reference", None) or file.name
     return {

@@ -51,7 +51,7 @@ def add_command(commands: argparse._SubParsersAction):
     group.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the images")
     group.add_argument("--num_images", type=_positive, default=16, metavar="N", help="number of images (default: 16)")
     group.add_argument("--batch_size", type=_positive, default=16, metavar="N", help="images per batch (default: 16)")
-    group.add_argument("--device", help="such as cuda:1; a GPU by default, if there is one")
+    group.add_argument("--device", help="device, such as cuda:1 (default: a GPU if one is available)")
     add_options(group, SampleConfig)
     parser.set_defaults(run=run)
 

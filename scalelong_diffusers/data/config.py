@@ -1,4 +1,4 @@
-"""`DataConfig`: where the images come from and how they are preprocessed."""
+"""`DataConfig`: the source of the images and their preprocessing."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from scalelong_diffusers.options import check_options, option
 INTERPOLATION_MODES = ("lanczos", "bicubic", "bilinear", "hamming", "box")
 _SOURCES = ("dataset_name", "train_data_dir", "precomputed_dir")
 _DATASETS = ("dataset_name", "train_data_dir")
-# Fields that have an effect only with one of these.
+# Fields that have an effect only with one of these sources.
 _NEEDS = {
     "dataset_config_name": ("dataset_name",),
     "dataset_revision": ("dataset_name",),
@@ -21,7 +21,7 @@ _NEEDS = {
 @dataclass(frozen=True)
 class DataConfig:
     """
-    Where the images come from and how they are preprocessed. Each field is documented by its help text.
+    The source of the images and their preprocessing. The help text of each field documents it.
 
     `DataConfig()` is the built-in dataset of colored shapes.
     """
@@ -30,15 +30,15 @@ class DataConfig:
     dataset_config_name: str | None = option(None, "config of the dataset on the Hub, if it has several")
     dataset_revision: str | None = option(None, "branch, tag or commit of the dataset on the Hub")
     train_data_dir: str | None = option(
-        None, "local folder of images, of parquet files, or saved by datasets.save_to_disk", on_resume="free"
+        None, "local folder of images or parquet files, or a folder saved by datasets.save_to_disk", on_resume="free"
     )
     cache_dir: str | None = option(
-        None, "folder for downloaded and prepared datasets; the cache of datasets if not given", on_resume="free"
+        None, "folder for downloaded and prepared datasets (default: the cache of datasets)", on_resume="free"
     )
     image_column: str | None = option(None, "image column, if not detected")
     label_column: str | None = option(None, "class column, if not detected")
     caption_column: str | None = option(
-        None, "caption column, if not detected; of a list of captions, one is chosen at random each time"
+        None, "caption column, if not detected; one of several captions is chosen at random each time"
     )
     max_train_samples: int | None = option(None, "train on at most N images", at_least=1, metavar="N")
     validation_size: int = option(
@@ -50,14 +50,14 @@ class DataConfig:
     )
     resolution: int = option(32, "scale and crop images to this width and height in pixels", at_least=1)
     crop_size: int | None = option(
-        None, "cut a centered square of this size in pixels from each image before scaling", at_least=1
+        None, "crop a centered square of this size in pixels from each image before scaling", at_least=1
     )
     center_crop: bool = option(False, "crop at the center instead of at a random position")
     random_flip: bool = option(False, "mirror each image with probability 0.5")
     image_interpolation_mode: str = option("lanczos", "filter used to scale images", choices=INTERPOLATION_MODES)
     on_bad_image: str = option(
         "error",
-        "what to do with an image that cannot be read: stop, or train on another one instead",
+        "if an image cannot be read, stop (error) or use another image instead (skip)",
         choices=("error", "skip"),
         on_resume="free",
     )

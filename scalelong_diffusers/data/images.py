@@ -19,7 +19,7 @@ class UnreadableImage(UserError):
     """An image cannot be used. The message names it."""
 
     def with_skip_advice(self) -> "UnreadableImage":
-        return UnreadableImage(f"{self}; on_bad_image='skip' leaves it out")
+        return UnreadableImage(f"{self}; on_bad_image='skip' skips such images")
 
 
 def read_image(file: str | bytes) -> Image.Image:
@@ -66,7 +66,7 @@ def is_gray(image: Image.Image) -> bool:
 
 
 def fixed_permutation(count: int) -> np.ndarray:
-    """Return the same random permutation each time, so that the first images represent a sorted dataset."""
+    """Return a random permutation that is always the same. With it, the first images represent a sorted dataset."""
     return np.random.default_rng(0).permutation(count)
 
 
@@ -78,11 +78,11 @@ def spread_indices(count: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Transform:
     """
-    Scales and crops an image to `resolution` x `resolution`.
+    A transform that scales and crops an image to `resolution` x `resolution`.
 
     Args:
         channels: 1, 3 or 4 (RGBA).
-        crop_size: first cut a centered square of this size.
+        crop_size: first crop a centered square of this size.
         center_crop: crop the scaled image at its center instead of at a random position.
         random_flip: mirror half of the images.
         interpolation: one of `INTERPOLATION_MODES`. All of them are antialiased.

@@ -68,7 +68,7 @@ class PrecomputedDataset:
         }
 
     def check(self, config: DataConfig, needs_labels: bool, needs_captions: bool):
-        """Raise a `UserError` if the folder does not have what a config needs."""
+        """Raise a `UserError` if the folder lacks columns that a config needs, or was made with another transform."""
         for is_needed, column, missing, flag in (
             (needs_labels, "labels", "classes", "--with_labels"),
             (needs_captions, "text_states", "captions", "--pretrained_text_encoder_name_or_path"),
@@ -86,7 +86,7 @@ class PrecomputedDataset:
         return column in self.made_of["columns"]
 
     def check_encoder(self, kind: str, name: str, checksum: str):
-        """Raise a `UserError` if an encoder is not the one that was used. `kind`: "autoencoder" or "text_encoder"."""
+        """Raise a `UserError` if another encoder was used. `kind` is "autoencoder" or "text_encoder"."""
         used = self.made_of[kind]
         if used["checksum"] != checksum:
             before, now = f"{used['name']} (weights {used['checksum']})", f"{name} (weights {checksum})"
@@ -127,7 +127,7 @@ class PrecomputedSplit:
 
 @dataclass(frozen=True)
 class PrecomputedRows:
-    """Reads the moments of an image or its mirror image, with its label and the text states of a caption if needed."""
+    """Rows with the moments of an image or its mirror image and, if needed, its label and text states of a caption."""
 
     source: PrecomputedSplit
     random_flip: bool
@@ -186,7 +186,7 @@ class Shard:
 
 @lru_cache(maxsize=256)
 def open_shard(file: Path) -> Shard:
-    """Open a shard, or return the one that is open."""
+    """Open a shard, or return it from the cache."""
     with _damage_errors(file):
         return Shard(file)
 
@@ -250,7 +250,7 @@ def _entry_checksum(entry: torch.Tensor) -> int:
 
 
 def _checksum_of_rest(small: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
-    """Return the checksum of all that is not in large columns."""
+    """Return the checksum of the metadata and all small columns."""
     columns = [part for name in sorted(small) for part in (name, small[name])]
     return checksum(*columns, metadata["captions"], metadata["unreadable"])
 

@@ -48,7 +48,7 @@ class ParquetFile:
     """
     A local or remote parquet file. Only the requested row groups and columns are fetched.
 
-    `groups` are the numbers of rows and bytes of its row groups.
+    `groups` lists the number of rows and the number of bytes of each row group.
     """
 
     def __init__(self, path: str):
@@ -87,7 +87,7 @@ class ParquetFile:
 
 class TarFile:
     """
-    A WebDataset tar. Consecutive members with the same name are one sample; what follows the first dot of the name is
+    A WebDataset tar file. Consecutive members with the same name form one sample. The text after the first dot names
     the column: `0001.jpg`, `0001.cls`, `0001.txt`.
     """
 
@@ -148,7 +148,7 @@ def _tar_column_type(column: str) -> pa.DataType:
 
 
 class ShardTable:
-    """One split of a streamed dataset as a `Source`. It keeps the row groups that were used last in memory."""
+    """One split of a streamed dataset as a `Source`. The most recently used row groups stay in memory."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Streams of samples by position, and the data loaders that cut them into batches."""
+"""Streams of samples by position, and the data loaders that divide them into batches."""
 
 import copy
 import dataclasses
@@ -63,7 +63,7 @@ class RowGroups:
 
 
 class Rows(Protocol):
-    """Reads the columns of a row, given its number."""
+    """A reader for the columns of a row, given its number."""
 
     def read(self, index: int, draws: Draws) -> dict[str, Any]:
         """Return the columns. Raises `UnreadableImage` if the row cannot be used."""
@@ -73,7 +73,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Reads transformed images, with their labels and captions if needed."""
+    """Rows with transformed images and, if needed, their labels and captions."""
 
     source: Source
     transform: Transform
@@ -207,7 +207,7 @@ _COLLATE = {
     "pixel_values": to_pixel_values,
     "labels": torch.tensor,
     "captions": list,
-    # of precomputed latents, and of the images that they are computed from
+    # Columns of precomputed latents, and of the images that they are computed from.
     "moments": torch.stack,
     "text_states": torch.stack,
     "all_captions": list,
@@ -232,7 +232,7 @@ class ShardStream(Stream):
       windows at both ends of a part are read by more than one reader.
     - The row at a position depends on the seed, the batch size and the number of readers, so a run that is resumed
       with the same number of processes and workers continues exactly. With other numbers, the rows of the current
-      epoch are dealt out again: some of them may come twice and others not at all.
+      epoch are distributed anew: some of them may be used twice and others not at all.
     - Crops, flips, captions and noise depend on the seed and the position only.
     """
 
@@ -267,7 +267,7 @@ class ShardStream(Stream):
 @dataclass(frozen=True)
 class ShardOrder:
     """
-    Maps positions to rows: batch m belongs to reader m % `readers`, and each reader has a part of each epoch.
+    The map from positions to rows: batch m belongs to reader m % `readers`, and each reader has a part of each epoch.
 
     Args:
         window: number of row groups whose rows are shuffled together.
@@ -322,7 +322,7 @@ def _order_of_window(seed: int, epoch: int, first: int, count: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Positions(Sampler):
-    """Yields the positions of each batch of one process, up to `end` if it is not None."""
+    """A sampler of the positions in each batch of one process, up to `end` if it is not None."""
 
     batch_size: int
     first_step: int

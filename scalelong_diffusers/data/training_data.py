@@ -27,13 +27,13 @@ class TrainingData:
 
     Args:
         train: endless stream of training samples.
-        validation: samples for the validation loss. Each comes once.
-        channels: channels of the images: 1, 3, or 4 (RGBA).
-        num_classes: number of classes, None if labels are not needed.
-        class_names: names of the classes, None if they are plain numbers.
+        validation: samples for the validation loss, each of them once.
+        channels: number of image channels: 1, 3 or 4 (RGBA).
+        num_classes: number of classes, or None if labels are not needed.
+        class_names: names of the classes, or None if the classes are plain numbers.
         first_image_size: width and height of an image before cropping.
         description: name and size of the dataset.
-        fingerprint: changes with the images, labels, captions and preprocessing, but not with `on_bad_image`.
+        fingerprint: checksum of images, labels, captions and preprocessing, but not of `on_bad_image`.
         precomputed: the precomputed latents, if the run uses them.
     """
 
@@ -66,9 +66,9 @@ def load_training_data(
     Open the dataset of a config.
 
     Args:
-        channels: channels that the model takes: 1, 3 or 4 (RGBA). None: 1 for gray images, otherwise 3.
-        needs_labels, needs_captions: columns that batches have next to `pixel_values`. Precomputed data has `moments`
-            instead of `pixel_values`, and `text_states` next to `captions`.
+        channels: number of channels that the model takes: 1, 3 or 4 (RGBA); None: 1 for gray images, otherwise 3.
+        needs_labels, needs_captions: whether batches have the columns `labels` and `captions` in addition to
+            `pixel_values`. Precomputed data has `moments` instead of `pixel_values`, and also `text_states`.
         seed: seed of the run. The held-out images do not depend on it.
 
     ```python
@@ -83,7 +83,9 @@ def load_training_data(
         return _load_precomputed(config, needs_labels, needs_captions, seed)
     source, validation_source = open_sources(config, needs_labels, needs_captions)
     if validation_source is None and len(source) < 2:
-        raise UserError(f"{source.description}: at least two are needed, one for training and one for validation")
+        raise UserError(
+            f"{source.description}: at least two images are needed, one for training and one for validation"
+        )
     split = split_rows(source, validation_source, config)
     samples = _look_at_some(source, split[0], skip_bad=config.on_bad_image == "skip")
     transform = Transform.from_config(config, _choose_channels(channels, samples, source))

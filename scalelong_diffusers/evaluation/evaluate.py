@@ -141,4 +141,6 @@ def check_size(reference: FeatureStatistics, file: str, width: int, height: int)
     resolution = reference.about.get("resolution")
     if resolution is not None and (width, height) != (resolution, resolution):
         found = f"{width} x {height}"
-        raise UserError(f"{file} is of images with {resolution} x {resolution} pixels, but these have {found}")
+        raise UserError(
+            f"{file} has statistics of images with {resolution} x {resolution} pixels, but these have {found}"
+        )

@@ -36,7 +36,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 class ImageFiles:
-    """Image files of one size. The first file sets the size, and some of them whether all are gray."""
+    """Image files that must all have the size of the first one. Some of them decide whether all images are gray."""
 
     def __init__(self, files: list[Path]):
         self.files = files
@@ -55,8 +55,8 @@ class ImageFiles:
         """
         Return all images of a folder that are not hidden, or n of them.
 
-        Of a folder of `scalelong sample` these are the first n, without the grid. Other folders may be sorted by
-        class, so their images are taken in a fixed random order.
+        For a folder of `scalelong sample`, these are the first n images, without the grid. Other folders may be sorted
+        by class, so their images are taken in a fixed random order.
         """
         folder = Path(folder)
         is_run = (folder / "metrics.jsonl").exists()  # its sample grids are not images to evaluate
@@ -164,7 +164,8 @@ def open_reference(
 
     Args:
         reference: id of a dataset on the Hub, a folder, or `"shapes"`.
-        resolution, channels: size and channels of the evaluated images: 1 (gray) or 3.
+        resolution: size of the evaluated images.
+        channels: number of channels of the evaluated images: 1 (gray) or 3.
         split: `"train"` or `"validation"`.
         data: fields of `DataConfig`, such as `crop_size`.
     """

@@ -1,4 +1,4 @@
-"""Statistics of image features, and the distances between two sets of images that they give: FID and KID."""
+"""Statistics of image features, and two distances between sets of images that are computed from them: FID and KID."""
 
 import json
 import os
@@ -44,8 +44,9 @@ class FeatureStatistics:
     Args:
         mean, covariance: float64; the covariance is unbiased.
         features: features of the first images, for KID; None if only mean and covariance are known.
-        n: number of images; None if a file does not tell.
-        network: name of the feature network, and `network_fingerprint` a checksum of its weights.
+        n: number of images, or None if the file does not say.
+        network: name of the feature network.
+        network_fingerprint: checksum of the network's weights and preprocessing.
         about: facts about the images, such as their resolution.
     """
 
@@ -79,7 +80,10 @@ class FeatureStatistics:
             mean, covariance = statistics.mean, statistics.covariance
             is_finite = mean.isfinite().all() and covariance.isfinite().all()
             if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)) or not is_finite:
-                raise UserError(f"mean and covariance must be finite and fit, got {mean.shape} and {covariance.shape}")
+                raise UserError(
+                    f"mean and covariance must be finite and of matching shapes, got {mean.shape} and "
+                    f"{covariance.shape}"
+                )
             return statistics
         except Exception as error:  # numpy, zipfile and zlib raise many kinds of errors for damaged files
             accepted = " or ".join(SUFFIXES)
@@ -103,7 +107,7 @@ class FeatureStatistics:
 
 class Moments:
     """
-    Collects features batch by batch, in float64.
+    Moments of features, collected batch by batch in float64.
 
     With several processes, each adds every `num_processes`-th batch, and `finish` returns the statistics of all
     batches in all processes.
@@ -138,7 +142,7 @@ class Moments:
 
 
 class MissingPackage(UserError):
-    """A package that is missing or does not work."""
+    """A required package is missing or does not work."""
 
 
 @contextmanager
@@ -218,11 +222,11 @@ def kernel_distance(one: FeatureStatistics, other: FeatureStatistics, seed: int 
 
 
 def sample_size_warnings(metrics: Sequence[str], n: int, num_features: int, kind: str = "images") -> list[str]:
-    """Return warnings about metrics of few images."""
+    """Return warnings if there are few images for the metrics."""
     found = []
     if "fid" in metrics and n <= num_features:
         found.append(
-            f"this FID says little: with {n:,} {kind} for {num_features:,} features the covariance is singular"
+            f"this FID means little: with {n:,} {kind} for {num_features:,} features the covariance is singular"
         )
     elif "fid" in metrics and n < FID_NEEDS:
         found.append(f"FID depends on the number of images: compare only with FIDs of {n:,} {kind}")

@@ -72,7 +72,7 @@ class TransformersFeatures:
     The pooled features of a vision model of transformers.
 
     These are its `pooler_output`, or `get_image_features` for a model of images and text such as CLIP, or the mean of
-    all tokens if the model has no pooler or the checkpoint no weights for it.
+    all tokens if the model has no pooler or the checkpoint has no weights for it.
     """
 
     def __init__(self, source: str, device: torch.device | str = "cpu", revision: str | None = None):
@@ -104,7 +104,7 @@ class TransformersFeatures:
         try:
             first, second = self(noise), self(noise)
         except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            raise UserError(f"{source} has no features of an image: {name} fails with {error}") from error
+            raise UserError(f"{source} has no image features: {name} fails with {error}") from error
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * first.abs().max().item()):
             raise UserError(f"{source} gives different features for the same image: {name} is random")
         return first.shape[1]

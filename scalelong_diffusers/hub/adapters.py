@@ -57,7 +57,7 @@ def save_adapter(
         raise UserError(f"adapter_name must be one of the LoRAs of the model, {names}, got {adapter_name!r}")
     gates = {_GATE_PREFIX + name: weight.contiguous() for name, weight in unet.skip_scaler.state_dict().items()}
     os.makedirs(folder, exist_ok=True)
-    for name in (LORA_FILE, GATES_FILE):  # of an adapter saved here before
+    for name in (LORA_FILE, GATES_FILE):  # left from an earlier adapter in this folder
         Path(folder, name).unlink(missing_ok=True)
     if adapter_name is not None:
         from peft import get_peft_model_state_dict  # optional
@@ -106,7 +106,9 @@ def load_adapter(
     gates, _ = _read_weights(source, GATES_FILE, hub_options)
     lora, lora_file = _read_weights(source, LORA_FILE, hub_options)
     if problem := _misfit(unet, config, gates, lora):
-        raise UserError(f"{source} does not fit this {type(unet).__name__}, its base model must be another: {problem}")
+        raise UserError(
+            f"{source} does not fit this {type(unet).__name__}; it belongs to another base model: {problem}"
+        )
     with _undone_on_error(pipe, unet):
         apply_skip_scaling(pipe, config)
         unet.skip_scaler.load_state_dict({name.removeprefix(_GATE_PREFIX): gate for name, gate in gates.items()})
@@ -122,7 +124,7 @@ def _unet_of(pipe_or_unet: DiffusionPipeline | nn.Module) -> nn.Module:
 
 
 def _read_weights(source: str | os.PathLike, name: str, hub_options: dict[str, Any]) -> tuple[Weights, str | None]:
-    """Return the weights in a file and its path; ({}, None) if there is no such file."""
+    """Return the weights in a file and the path of the file, or ({}, None) if it does not exist."""
     file = fetch_file(source, name, **hub_options)
     if file is None:
         return {}, None
@@ -131,7 +133,7 @@ def _read_weights(source: str | os.PathLike, name: str, hub_options: dict[str, A
 
 
 def _misfit(unet: nn.Module, config: SkipScalingConfig, gates: Weights, lora: Weights) -> str | None:
-    """Return how an adapter contradicts the model, or None. Weights of another shape would fail only halfway."""
+    """Say how an adapter contradicts the model, or return None. Weights of another shape would fail halfway."""
     present = unet.skip_scaler.config if isinstance(unet, SkipScalingMixin) else SkipScalingConfig("none")
     if present.method != "none" and present != config:
         return f"it already has the scaling {present}, but the adapter has {config}"
@@ -142,7 +144,7 @@ def _misfit(unet: nn.Module, config: SkipScalingConfig, gates: Weights, lora: We
     for name in sorted({*expected, *found}):
         if expected.get(name) != found.get(name):
             shape, needed = (tuple(shapes[name]) if name in shapes else "missing" for shapes in (found, expected))
-            return f"the shape of {name} is {shape} there and {needed} here"
+            return f"the shape of {name} is {shape} in the adapter and {needed} in the model"
     layers = dict(unet.named_modules())
     for name in lora:
         layer = name.removeprefix("unet.").partition(".lora_")[0]

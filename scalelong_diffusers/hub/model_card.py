@@ -56,7 +56,7 @@ _TASKS = {
 @dataclass(frozen=True)
 class CardFacts:
     """
-    Facts for a model card that the model itself does not know.
+    Facts for a model card that the model does not contain.
 
     Args:
         preset: the paper's experiment; see `scalelong presets`.
@@ -90,7 +90,7 @@ def make_card(
     load_options: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """
-    Return the card of a model or pipeline. Everything in the `previous` card that this function did not write is kept.
+    Return the card of a model or pipeline. It keeps all parts of the `previous` card that this function did not write.
 
     `load_options` are the keywords that `from_pretrained` needs to load the pushed files.
     """

@@ -90,7 +90,7 @@ def push_adapter(
     source = pipe.config.get("_name_or_path")
     if base_model is None and (source is None or os.path.exists(source)):
         raise UserError(
-            "give base_model, the repository of the base model on the Hub: this pipeline was loaded from "
+            "pass base_model, the repository of the base model on the Hub: this pipeline was loaded from "
             f"{source or 'no repository'}"
         )
     base_model = base_model or source

@@ -1,8 +1,9 @@
 """
 Convert the `.pth` checkpoints that U-ViT and ScaleLong publish to `UViTModel`.
 
-Both forms hold the same tensors, except that the reference keeps queries, keys and values in one matrix, and the two
-halves of a decoder block's skip layer in another. What the weights do not tell must be given; nothing is guessed.
+Both formats hold the same tensors, except that the reference keeps queries, keys and values in one matrix, and the two
+halves of a decoder block's skip layer in another. Settings that the weights do not contain must be passed; nothing is
+guessed.
 """
 
 import math
@@ -34,7 +35,7 @@ _RENAMED = (
     ("proj_out.", "decoder_pred."),
     ("conv_out.", "final_layer."),
 )
-# Several of our tensors that are one tensor of the reference, and the dimension along which they are concatenated.
+# Groups of our tensors that the reference stores as one tensor, and the dimension of the concatenation.
 _JOINED = (
     ((".attn.to_q.weight", ".attn.to_k.weight", ".attn.to_v.weight"), ".attn.qkv.weight", 0),
     ((".hidden_proj.weight", ".skip_proj.weight"), ".skip_linear.weight", 1),
@@ -68,13 +69,14 @@ _LOAD_ERRORS = (
 @dataclass(frozen=True)
 class CheckpointDetails:
     """
-    What a checkpoint's weights do not tell about its model.
+    Settings of a model that the weights in a checkpoint do not contain.
 
     Args:
         num_attention_heads: number of heads in each block.
         timesteps: timesteps of the network: `"continuous"`, t * 999 with t in (0, 1], or `"discrete"`, 1 .. 1000.
-        skip_scaling: a method and its fields as a dict. Needed without gates, because constant factors leave no trace
-            in the weights. With gates, the fields that their shapes determine can be left out.
+        skip_scaling: a method and its fields as a dict. Required for a checkpoint without gates, because constant
+            factors leave no trace in the weights. If the checkpoint has gates, their shapes determine some fields,
+            which can be omitted.
         context_length: number of text tokens of a text-to-image model.
     """
 
@@ -85,7 +87,7 @@ class CheckpointDetails:
 
 
 def convert_from_reference(source: str, target: str, details: CheckpointDetails) -> UViTModel:
-    """Convert a `.pth`, or the `nnet_ema.pth` of a training folder, to the folder `target` of a `UViTModel`."""
+    """Convert a `.pth` file, or `nnet_ema.pth` in a training folder, to a `UViTModel` in the folder `target`."""
     if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
         raise UserError(f"{target} already exists and is not overwritten")
     model = model_from_reference(load_reference(source), details, source)
@@ -103,7 +105,7 @@ def convert_from_reference(source: str, target: str, details: CheckpointDetails)
 
 
 def load_reference(source: str) -> StateDict:
-    """Load the tensors of a `.pth`, or of the one in a training folder. Nothing else is unpickled."""
+    """Load the tensors of a `.pth` file, or of `nnet_ema.pth` in a training folder. Nothing else is unpickled."""
     path = os.path.join(source, "nnet_ema.pth") if os.path.isdir(source) else source
     try:
         with warnings.catch_warnings():
@@ -121,7 +123,7 @@ def load_reference(source: str) -> StateDict:
 
 
 def model_from_reference(state: StateDict, details: CheckpointDetails, source: str) -> UViTModel:
-    """Build the model with the weights `state`. `source` is named in errors."""
+    """Build the model with the weights `state`. Errors name `source`."""
     config = _architecture(state, details, source)
     with torch.device("meta"):
         model = UViTModel(**config)
@@ -225,7 +227,7 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
         "--context_length N": has_text and details.context_length is None,
     }
     if missing := [flag for flag, is_missing in needed.items() if is_missing]:
-        raise UserError(f"{source}: the weights do not tell everything: give {', '.join(missing)}")
+        raise UserError(f"{source}: the weights do not contain all settings: pass {', '.join(missing)}")
     if details.context_length is not None and not has_text:
         raise UserError(f"{source} is not a text-to-image model: leave out context_length={details.context_length}")
     method = given.get("method")
@@ -234,11 +236,11 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
     if method in ("cs", "constant") and given.get("kappa", "auto") == "auto":
         raise UserError(f"{source}: --skip_scaling {method} needs the --kappa of the training, as a number")
     if gates and method not in (None, "ls"):
-        raise UserError(f"{source}: skip_scaling={method!r} contradicts its gates, which the method 'ls' has")
+        raise UserError(f"{source}: skip_scaling={method!r} contradicts its gates, which belong to method 'ls'")
 
 
 def _check_matches(given: StateDict, expected: StateDict, source: str):
-    """Name each key and shape that the model does not have."""
+    """Raise a `UserError` that names each key and shape that differs from the model."""
     faults = [f"{key} is missing" for key in expected if key not in given]
     faults += [f"{key} {tuple(tensor.shape)} is unexpected" for key, tensor in given.items() if key not in expected]
     faults += [

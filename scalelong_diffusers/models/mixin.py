@@ -1,4 +1,4 @@
-"""`SkipScalingMixin` adds skip scaling to a diffusers model class, which stays a diffusers model class."""
+"""`SkipScalingMixin` adds skip scaling to a diffusers model class."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ _SCALED_CLASSES: dict[type, type] = {}
 
 
 class HubMixin:
-    """Lets a diffusers model or pipeline push a model card that describes its skip scaling."""
+    """Mixin with which a diffusers model or pipeline pushes a model card that describes its skip scaling."""
 
     # `scalelong_diffusers.hub` depends on models and pipelines, so it is looked up through the package.
 
@@ -36,7 +36,7 @@ class HubMixin:
 
 class SkipScalingMixin(HubMixin):
     """
-    Adds `skip_scaling` to a diffusers model class. The layout says where the class keeps its long skips:
+    Mixin that adds `skip_scaling` to a diffusers model class. The layout says where the class keeps its long skips:
 
     ```python
     class ScaleLongMyUNet(SkipScalingMixin, MyUNet):
@@ -146,7 +146,7 @@ def scaled_class(model_class: type) -> type[SkipScalingMixin] | None:
 
 
 def scaled_class_by_name(name: str) -> type[SkipScalingMixin] | None:
-    """Return the scaled class with this name, or whose plain class has it, or None."""
+    """Return the scaled class if this is the name of the class or of its plain class, or None."""
     return next((c for plain, c in _SCALED_CLASSES.items() if name in (c.__name__, plain.__name__)), None)
 
 
@@ -169,14 +169,14 @@ def resolve_skip_scaling(model: ModelMixin, config: SkipScalingConfig) -> SkipSc
 
 @dataclass(frozen=True)
 class SkipScalingPlan:
-    """A model and the scaler that it will use. Making a plan can fail, applying it cannot."""
+    """A model and the scaler that it will use. Making a plan can fail; applying it cannot."""
 
     model: ModelMixin
     skips: list[LongSkip]
     scaler: SkipScaler
 
     def apply(self):
-        """Make the model run the scaling and store it in its config."""
+        """Apply the scaling to the model, and store it in the model's config."""
         model = self.model
         if not isinstance(model, SkipScalingMixin):
             model.__class__ = scaled_class(type(model))

@@ -27,7 +27,7 @@ class LongSkip:
 
 class SkipLayout:
     """
-    How a model class handles its long skips: the base of [`UpBlockSkips`] and [`OutBlockSkips`].
+    Base class of [`UpBlockSkips`] and [`OutBlockSkips`], which know where a model keeps its long skips.
 
     A subclass implements `find(model)`, which returns the [`LongSkip`]s from i = 1, the outermost. It also implements
     `add_hooks`, unless the model's own forward calls its `skip_scaler`.
@@ -61,8 +61,8 @@ class SkipLayout:
 class UpBlockSkips(SkipLayout):
     """
     The layout of diffusers' U-Nets: up-blocks receive a tuple of skips and concatenate them to the input of their
-    resnets, the deepest first. The model passes the tuple as the keyword `argument`, or as the positional one with
-    this index.
+    resnets, the deepest first. The model passes the tuple as the keyword argument with the name `argument`, or as the
+    positional argument with this index.
     """
 
     argument: str | int
@@ -79,7 +79,7 @@ class UpBlockSkips(SkipLayout):
             for r, resnet in enumerate(block.resnets):
                 if isinstance(resnet, SpatioTemporalResBlock):
                     resnet = resnet.spatial_res_block
-                # Input channels beyond the hidden state belong to the skip. K-blocks have one for their first resnet.
+                # Input channels beyond the hidden state belong to a skip. In K-blocks, only the first resnet has one.
                 if resnet.in_channels > hidden_width:
                     width = resnet.in_channels - hidden_width
                     deepest_first.append((f"up_blocks.{b}", f"up_blocks.{b}.resnets.{r}", width))
@@ -130,7 +130,7 @@ class SkipHook:
         return (*args[: self.argument], self._scaled(args[self.argument]), *args[self.argument + 1 :]), kwargs
 
     def _scaled(self, skips: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
-        unused = len(skips) - len(self.indices)  # K-blocks receive more skips than they consume, which is the last
+        unused = len(skips) - len(self.indices)  # K-blocks receive several skips and consume only the last one
         scaled = LazilyScaledSkips(skips, self.scaler, (None,) * unused + self.indices)
         # A compiler plans memory itself and needs plain tensors.
         return tuple(scaled) if torch.compiler.is_compiling() else scaled

@@ -44,7 +44,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         sample_size: height and width of the images, or one number for both. For other sizes the position embeddings
             are interpolated.
         patch_size: side of the square patches that become tokens.
-        out_channels: `in_channels` if None.
+        out_channels: number of output channels; `in_channels` if None.
         num_layers: number of encoder and decoder blocks together, an even number. The middle block is not counted.
         mlp_ratio: width of the MLP as a multiple of `hidden_size`.
         num_class_embeds: number of classes, including the null class if there is one.
@@ -138,9 +138,10 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         Predict the noise of `sample`, `(batch, channels, height, width)`, at one timestep or one for each image.
 
         Args:
-            encoder_hidden_states: the text, `(batch, up to context_length, cross_attention_dim)`.
-            encoder_attention_mask: `(batch, length of the text)`, 1 for text. Padding is masked as well. Without a
-                mask all tokens are attended to, as in the published models.
+            encoder_hidden_states: the encoded text, `(batch, up to context_length, cross_attention_dim)`.
+            encoder_attention_mask: `(batch, length of the text)`, 1 for tokens to attend to. The padding to
+                `context_length` is masked as well. Without a mask the model attends to all tokens, as the published
+                models do.
         """
         grid = _patch_grid(*sample.shape[-2:], self.config.patch_size)
         if grid != self.grid and self.skip_scaler.config.gate_axis == "tokens":
@@ -239,7 +240,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         if length > self.context_length or (mask is not None and mask.shape[1] != length):
             raise UserError(
                 f"encoder_hidden_states must have at most context_length={self.context_length} tokens, got {length}, "
-                f"and encoder_attention_mask as many, got {None if mask is None else mask.shape[1]}"
+                f"and encoder_attention_mask the same number, got {None if mask is None else mask.shape[1]}"
             )
 
 
@@ -346,13 +347,13 @@ class Residual(nn.Module):
 
 def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """
-    Return `linear(function(*inputs))` for an elementwise function, which the backward pass computes again.
+    Return `linear(function(*inputs))` for an elementwise function, which the backward pass recomputes.
 
     In the MLP this saves a quarter of a block's activations. It does nothing if activation checkpointing is on, which
     recomputes the block anyway.
     """
     value = function(*inputs)
-    # Python cannot look at the memory of tensors in compilers, torch.func and tensor subclasses such as fake tensors.
+    # Under compilers and torch.func, and in subclasses such as fake tensors, the memory of a tensor is not accessible.
     is_traced = torch.compiler.is_compiling() or has_functorch_transform() or type(value) is not torch.Tensor
     if not value.requires_grad or is_traced or has_saved_tensors_hooks():
         return linear(value)

@@ -1,4 +1,4 @@
-"""`SkipScalingConfig`: how the long skips of a model are scaled. It validates itself and is stored with the model."""
+"""`SkipScalingConfig` describes how the long skips of a model are scaled. It is stored in the model's config."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ METHODS = {
 }
 _UNUSED_BY_GATE = {"ie": ("reduction", "activation")}
 
-# The paper leaves kappa open. The defaults of the gates are those that docs/which_method.md recommends; the paper's
-# gates are shared=True, init="paper".
+# The paper does not fix kappa. The gate defaults follow docs/which_method.md; the paper's gates are shared=True,
+# init="paper".
 _DEFAULTS = {
     "kappa": 0.9,
     "reverse": False,
@@ -58,7 +58,7 @@ class SkipScalingConfig:
         shared: for `ls`: one gate for all skips of the same width, as in the paper, instead of one per skip.
         reduction: for `ls`: the hidden width of a gate is the width of the skip divided by this number.
         activation: for `ls`: `"relu"`, `"elu"` or `"mish"`.
-        gate: for `ls`: `"se"` (squeeze-excite) or `"ie"` (a per-channel affine map).
+        gate: for `ls`: `"se"` (squeeze-and-excitation) or `"ie"` (a per-channel affine map).
         gate_axis: for `ls`: `"channels"`, `"tokens"`, or `"auto"`, which follows the paper: channels of a U-Net,
             tokens of a U-ViT.
         init: for `ls`: `"identity"`: k = 2 sigmoid(z) with a zero last layer, which starts at exactly 1; `"paper"`:
@@ -73,7 +73,7 @@ class SkipScalingConfig:
 
     method: str = option(
         dataclasses.MISSING,
-        f"one of {', '.join(METHODS)}",
+        f"method: one of {', '.join(METHODS)}",
         flag="skip_scaling",
         choices=METHODS,
         metavar="METHOD",
@@ -84,11 +84,17 @@ class SkipScalingConfig:
     )
     reverse: bool | None = _field("reverse", "for cs: k_i = kappa^(N-i+1)")
     shared: bool | None = _field("shared", "for ls: one gate for all skips of the same width")
-    reduction: int | None = _field("reduction", "for ls: ratio of a skip's width to its gate's width", at_least=1)
-    activation: str | None = _field("activation", "for ls", choices=("relu", "elu", "mish"))
-    gate: str | None = _field("gate", "for ls: squeeze-excite or instance-enhance", choices=("se", "ie"))
-    gate_axis: str | None = _field("gate_axis", "for ls: what a gate scales", choices=("auto", "channels", "tokens"))
-    init: str | None = _field("init", "for ls: how gates start", choices=("paper", "identity"))
+    reduction: int | None = _field(
+        "reduction", "for ls: ratio of a skip's width to its gate's hidden width", at_least=1
+    )
+    activation: str | None = _field("activation", "for ls: activation of the gates", choices=("relu", "elu", "mish"))
+    gate: str | None = _field("gate", "for ls: squeeze-and-excitation or instance enhancement", choices=("se", "ie"))
+    gate_axis: str | None = _field(
+        "gate_axis", "for ls: axis that a gate scales", choices=("auto", "channels", "tokens")
+    )
+    init: str | None = _field(
+        "init", "for ls: start factors at exactly 1 (identity) or near 0.5 (paper)", choices=("paper", "identity")
+    )
     strength: float | None = _field(
         "strength", "every factor becomes 1 + strength (k - 1)", at_least=0, at_most=1, on_resume="same"
     )
@@ -112,7 +118,7 @@ class SkipScalingConfig:
         return tuple(name for name in METHODS[self.method] if name not in _UNUSED_BY_GATE.get(self.gate, ()))
 
     def resolve(self, num_skips: int, gate_axis: str) -> "SkipScalingConfig":
-        """Return the config for a model with `num_skips` skips. Every `"auto"` is replaced by its value."""
+        """Return the config for a model with `num_skips` skips, with every `"auto"` replaced by its value."""
         if self.method == "cs" and num_skips == 1 and not self.reverse:
             raise UserError("method 'cs' cannot scale a model with one long skip, as k_1 = 1; use 'constant'")
         changes = {}
@@ -137,7 +143,7 @@ class SkipScalingConfig:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> "SkipScalingConfig":
-        """Return the config of an entry that [`to_dict`] wrote, or of a part of its fields."""
+        """Return the config from an entry that [`to_dict`] wrote, or from some of its fields."""
         fields = {"method": None, **entry}
         version = fields.pop("version", FORMAT_VERSION)
         try:
@@ -158,7 +164,7 @@ class SkipScalingConfig:
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> "SkipScalingConfig | None":
-        """Return the config of values by flag, as `vars(parser.parse_args())` has them, or None without a method."""
+        """Return the config from values by flag, as in `vars(parser.parse_args())`, or None if no flag is set."""
         given = [flag for flag, _, _ in options_of(cls) if values.get(flag) is not None]
         if given and "skip_scaling" not in given:
             raise UserError(f"{given[0]} needs skip_scaling; accepted: {', '.join(METHODS)}")
@@ -166,7 +172,7 @@ class SkipScalingConfig:
 
     @classmethod
     def parse(cls, value: "SkipScalingConfig | Mapping[str, Any] | str") -> "SkipScalingConfig":
-        """Return the config for anything that is accepted as one: a config, a dict of its fields, or a method."""
+        """Return the config for a config, a dict of its fields, or the name of a method."""
         if isinstance(value, cls):
             return value
         return cls.from_dict(value) if isinstance(value, Mapping) else cls(value)

@@ -1,4 +1,4 @@
-"""`SkipScaler`, the module that holds the factors or gates of all long skips of a model, and the gates."""
+"""`SkipScaler`, the module with the factors or gates of all long skips of a model, and the gate modules."""
 
 import copy
 import math
@@ -18,9 +18,12 @@ ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
 
 class SkipScaler(nn.Module):
     """
-    Multiplies the i-th long skip by its factor k_i.
+    Module that multiplies the i-th long skip by its factor k_i.
 
-    The config is a resolved one. `widths` are the sizes of the skips along the dimension `gate_dim`, from i = 1.
+    Args:
+        config: a config without `"auto"` values.
+        widths: sizes of the skips along the dimension `gate_dim`, from i = 1.
+        gate_dim: dimension of a skip along which each index gets its own factor.
     """
 
     def __init__(self, config: SkipScalingConfig, widths: Sequence[int], gate_dim: int = 1, device=None, dtype=None):
@@ -100,10 +103,10 @@ class SkipScaler(nn.Module):
 
 class SkipGate(nn.Module):
     """
-    Base of the gates: k = sigmoid(z(GAP(skip))), equation 9.
+    Base class of the gates: k = sigmoid(z(GAP(skip))), equation 9.
 
     Args:
-        dim: dimension of the skip that gets one factor per index. The others are averaged.
+        dim: dimension of a skip along which each index gets its own factor. Other dimensions are averaged.
         identity: k = 2 sigmoid(z), where z starts at 0, so that k starts at exactly 1 and has a gradient.
     """
 

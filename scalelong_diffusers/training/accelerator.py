@@ -1,4 +1,4 @@
-"""The accelerator of a run, and checks of the processes and trackers that it finds."""
+"""Create the accelerator of a run, and check its processes and trackers."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     """Return the accelerator of a run."""
     options, tracker, folder = config.optimization, config.monitoring.report_to, Path(config.output.output_dir)
     _check_tracker(tracker)
-    # A pipeline or text encoder is loaded or saved often, and what ends a run must stand out on stderr.
+    # Models are loaded and saved often. Their progress bars would hide the error message that ends a run.
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     accelerator = Accelerator(

@@ -1,7 +1,7 @@
 """
 The `checkpoint-<step>` folders of a run: written atomically, and verified before they are trusted.
 
-A checkpoint holds weights and EMA weights, mostly as model folders, the optimizer's state, and numbers.
+A checkpoint holds weights and EMA weights, mostly as model folders, the optimizer's state, and the run's progress.
 """
 
 import json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
 _PREFIX = "checkpoint-"
-# Folders with a leading dot are being written or removed. They are never taken for checkpoints.
+# Folders with these prefixes are being written or removed. They do not count as checkpoints.
 _PARTIAL, _OLD = ".partial-", ".old-"
 
 
@@ -72,7 +72,7 @@ class Checkpoints:
         return self.folder / f"{_PREFIX}{step}"
 
     def find(self, which: str) -> tuple[Path, list[str]]:
-        """Return the requested checkpoint ("latest", a name or a path), and why others were skipped."""
+        """Return the path of a checkpoint ("latest", a name or a path), and the reasons why others were skipped."""
         if which != LATEST:
             path = next((path for path in (self.folder / which, Path(which)) if path.is_dir()), None)
             if path is None:
@@ -92,10 +92,10 @@ class Checkpoints:
                 f"{self.folder} has no complete checkpoint: {'; '.join(skipped)}; remove them to start again, or pass "
                 "another folder"
             )
-        raise UserError(f"{self.folder} has no checkpoint to resume from; leave the flag out to start a new run")
+        raise UserError(f"{self.folder} has no checkpoint to resume from; omit the flag to start a new run")
 
     def remove_leftovers(self):
-        """Remove what a killed run left half-written or half-removed."""
+        """Remove folders that a killed run left half-written or half-removed."""
         for prefix in (_PARTIAL, _OLD):
             for path in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(path)
@@ -111,7 +111,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def _check_is_latest(self, path: Path):
-        """Raise a `UserError` if a second continuation of the run would mix its checkpoints with later ones."""
+        """Raise a `UserError` if there are later checkpoints, with which a resumed run would mix its own."""
         number = path.name.removeprefix(_PREFIX)
         later = [self.path(step) for step in self.steps() if number.isdecimal() and step > int(number)]
         if complete := [other.name for other in later if damage(other) is None]:
@@ -125,7 +125,7 @@ class Checkpoints:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None if every file has the content that was written."""
+    """Describe the damage of a checkpoint, or return None if every file has its original content."""
     try:
         checksums = json.loads((checkpoint / CHECKSUMS_FILE).read_text())
     except (OSError, ValueError) as error:
@@ -140,7 +140,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def replace_folder(new: Path, final: Path):
-    """Rename a folder. An existing one is moved aside first, since folders cannot be exchanged atomically."""
+    """Rename a folder. An existing folder is moved aside first, since folders cannot be exchanged atomically."""
     old = final.with_name(f"{_OLD}{final.name}")
     if final.exists():
         os.rename(final, old)
@@ -150,7 +150,7 @@ def replace_folder(new: Path, final: Path):
 
 
 def prepare_folder(checkpoints: Checkpoints, is_new: bool):
-    """Remove what a killed run left, and raise a `UserError` if the folder cannot be written or holds another run."""
+    """Clean up after a killed run. Raise a `UserError` if the folder cannot be written or holds another run."""
     folder = checkpoints.folder
     try:
         _check_writable(folder)
@@ -171,7 +171,7 @@ def prepare_folder(checkpoints: Checkpoints, is_new: bool):
 
 
 def _check_writable(folder: Path):
-    """Try to write into a folder, and remove what was created for this: a refused run leaves nothing behind."""
+    """Try to write into a folder, and remove the created files: a rejected run leaves nothing behind."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ _TRAINED_FILE = "trained.safetensors"
 
 
 def save_state(run: "TrainingRun", folder: Path):
-    """Write everything that is needed to resume a run."""
+    """Write everything that resuming a run needs."""
     for name, module in run.modules.items():
         _save_weights(module, folder / name)
         if run.ema is not None:
@@ -268,7 +268,7 @@ def _trained_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_state(run: "TrainingRun") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the optimizer's tensors and its other values, by the names of their parameters."""
+    """Return the tensors and the other values in the optimizer's state, by parameter name and key."""
     names = {id(parameter): name for name, parameter in run.optimizer_step.named_parameters.items()}
     tensors, numbers, written = {}, {}, set()
     for parameter, entries in run.optimizer_step.optimizer.state.items():

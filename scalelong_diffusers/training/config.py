@@ -1,4 +1,4 @@
-"""The typed config of a training run. Flags, checks, `--help`, `settings.json` and resuming derive from its fields."""
+"""The typed config of a training run. Flags, checks, `--help`, `settings.json` and resuming derive from the fields."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
 
 
-# piecewise_constant needs rules that no flag can express.
+# piecewise_constant needs rules, for which there is no flag.
 LR_SCHEDULERS = [name.value for name in SchedulerType if name != SchedulerType.PIECEWISE_CONSTANT]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     preset: str | None = option(
-        None, "start from a paper experiment; other flags override it (scalelong presets lists them)",
+        None, "start from an experiment of the paper (see scalelong presets); other flags override it",
         metavar="NAME", on_resume="fixed",
     )  # fmt: skip
     model_type: str | None = option(
@@ -41,16 +41,18 @@ class ModelConfig:
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
     )
     pretrained_vae_model_name_or_path: str | None = option(
-        None, "AutoencoderKL; the model is then trained on its latents", metavar="PATH"
+        None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
     )
-    latent_scale: float | None = option(None, "factor on the latents (default: the autoencoder's own)", above=0)
+    latent_scale: float | None = option(
+        None, "factor that scales the latents (default: the autoencoder's own)", above=0
+    )
 
     def __post_init__(self):
         check_options(self)
         names = ("preset", "model_config_name_or_path", "model_type")
         given = [f"--{name}" for name in names if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} exclude each other: pass one of them")
+            raise UserError(f"{' and '.join(given)} cannot be combined: pass one of them")
         if self.pretrained_vae_model_name_or_path is None:
             if self.preset is not None and get_preset(self.preset).is_latent:
                 raise UserError(
@@ -67,7 +69,9 @@ class NoiseConfig:
     ddpm_beta_schedule: str = option(
         "linear", "noise schedule; squaredcos_cap_v2 is the cosine schedule", choices=BETA_SCHEDULES
     )
-    continuous_time: bool = option(False, "draw continuous times, as U-ViT's pixel models do, instead of 1000 steps")
+    continuous_time: bool = option(
+        False, "draw continuous timesteps, as for U-ViT's pixel models, instead of 1000 discrete ones"
+    )
 
     def __post_init__(self):
         check_options(self)
@@ -77,7 +81,7 @@ class NoiseConfig:
 class OptimizationConfig:
     seed: int = option(0, "seed of weights, data order, noise and samples", at_least=0)
     train_batch_size: int | None = option(
-        None, "images per process and forward pass (default: 16, or what --total_batch_size leaves)",
+        None, "images per process and forward pass (default: 16, or derived from --total_batch_size)",
         at_least=1, on_resume="free",
     )  # fmt: skip
     total_batch_size: int | None = option(
@@ -88,31 +92,31 @@ class OptimizationConfig:
         1, "forward and backward passes per optimizer step", at_least=1, on_resume="free"
     )
     num_train_epochs: int = option(100, "number of epochs", at_least=1, on_resume="free")
-    max_train_steps: int | None = option(None, "optimizer steps; overrides --num_train_epochs", at_least=1)
+    max_train_steps: int | None = option(None, "number of optimizer steps; overrides --num_train_epochs", at_least=1)
     learning_rate: float = option(2e-4, "peak learning rate", at_least=0)
     lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)
-    lr_warmup_steps: int = option(500, "optimizer steps until the peak learning rate", at_least=0)
-    lr_num_cycles: int = option(1, "restarts of cosine_with_restarts", at_least=1)
-    lr_power: float = option(1.0, "exponent of polynomial", above=0)
+    lr_warmup_steps: int = option(500, "number of optimizer steps until the peak learning rate", at_least=0)
+    lr_num_cycles: int = option(1, "number of restarts of the cosine_with_restarts schedule", at_least=1)
+    lr_power: float = option(1.0, "exponent of the polynomial schedule", above=0)
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
     adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0)
     adam_epsilon: float = option(1e-8, "AdamW epsilon", above=0)
     snr_gamma: float | None = option(None, "min-SNR weighting of the loss; 5 is usual", above=0)
     max_grad_norm: float = option(1.0, "clip gradients at this norm; 0 turns clipping off", at_least=0)
-    use_ema: bool = option(True, "average the weights, and save and sample with the average")
+    use_ema: bool = option(True, "keep EMA weights, and use them for samples and the saved model")
     ema_decay: float = option(
         0.9999, "maximum EMA decay; it ramps up as (1 + step) / (10 + step)", at_least=0, below=1
     )
     mixed_precision: str | None = option(
-        None, "compute in this type; the weights stay in fp32 (default: what accelerate is configured for)",
+        None, "compute in this dtype; the weights stay in fp32 (default: accelerate's configuration)",
         choices=("no", "fp16", "bf16"),
     )  # fmt: skip
     gradient_checkpointing: bool = option(False, "save memory by recomputing activations", on_resume="free")
-    compile: bool = option(False, "torch.compile the model", on_resume="free")
+    compile: bool = option(False, "compile the model with torch.compile", on_resume="free")
     allow_tf32: bool = option(False, "allow TF32 matrix products, which are faster on Ampere GPUs and later")
     skip_scaling_warmup_steps: int | None = option(
-        None, "raise the strength of the scaling from 0 to its value within these steps", at_least=0
+        None, "number of steps in which the strength of the scaling rises from 0 to its value", at_least=0
     )
     max_nonfinite_losses: int = option(
         10, "stop after this many consecutive steps with a non-finite loss or gradient", at_least=1, on_resume="free"
@@ -131,7 +135,7 @@ class MonitoringConfig:
     )  # fmt: skip
     sample_steps: int = option(1000, "save a sample grid every N steps (0: never)", at_least=0, on_resume="free")
     num_samples: int = option(16, "images in a sample grid", at_least=1, on_resume="free")
-    num_inference_steps: int = option(25, "sampling steps of grids and evaluations", at_least=1)
+    num_inference_steps: int = option(25, "sampling steps for sample grids and evaluations", at_least=1)
     eval_steps: int = option(
         0, "compute FID and KID of samples every N steps (0: never); this takes long", at_least=0, on_resume="free"
     )
@@ -143,10 +147,10 @@ class MonitoringConfig:
         metavar="DATA",
     )  # fmt: skip
     report_to: str = option(
-        "none", "tracker: tensorboard, wandb, trackio... or all that are installed", on_resume="free"
+        "none", "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed", on_resume="free"
     )
     tracker_project_name: str = option("scalelong", "project name in trackers", on_resume="free")
-    logging_dir: str = option("logs", "folder of tracker files inside --output_dir", on_resume="free")
+    logging_dir: str = option("logs", "folder inside --output_dir for tracker files", on_resume="free")
 
     def __post_init__(self):
         check_options(self)
@@ -155,7 +159,7 @@ class MonitoringConfig:
 @dataclass(frozen=True)
 class OutputConfig:
     output_dir: str = option(
-        "scalelong-model", "folder of the pipeline, checkpoints, samples and logs", on_resume="free"
+        "scalelong-model", "folder for the pipeline, checkpoints, samples and logs", on_resume="free"
     )
     checkpointing_steps: int = option(1000, "save a checkpoint every N steps", at_least=1, on_resume="free")
     checkpoints_total_limit: int | None = option(
@@ -167,12 +171,12 @@ class OutputConfig:
         metavar="latest|PATH",
         on_resume="free",
     )
-    allow_changed_settings: bool = option(False, "resume although settings have changed", on_resume="free")
+    allow_changed_settings: bool = option(False, "resume even if settings have changed", on_resume="free")
     push_to_hub: bool = option(False, "push the pipeline to the Hub after training", on_resume="free")
     hub_model_id: str | None = option(
         None, "repository to push to (default: the name of --output_dir)", metavar="USER/NAME", on_resume="free"
     )
-    hub_token: str | None = option(None, "token for the push", on_resume="free")
+    hub_token: str | None = option(None, "access token for the Hub", on_resume="free")
     hub_private_repo: bool = option(False, "create the repository as private", on_resume="free")
 
     def __post_init__(self):
@@ -186,7 +190,7 @@ class OutputConfig:
 class RunConfig:
     """The groups of options that training from scratch and fine-tuning share."""
 
-    # The method if no skip-scaling option is given.
+    # The method if no skip scaling flag is passed.
     default_skip_scaling: ClassVar[str | None] = None
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -200,7 +204,7 @@ class RunConfig:
 
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options, by flag, that the given ones fill in."""
+        """Return the options, by flag, that the passed options imply."""
         return {}
 
 
@@ -249,7 +253,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 def make_config(config_class: type[Config], **values) -> Config:
     """
-    Build a config from values by flag. A preset fills in what is not given.
+    Build a config from values by flag. A preset sets the values that are not passed.
 
     ```python
     config = make_config(TrainingConfig, resolution=64, learning_rate=1e-4, skip_scaling="cs", kappa=0.8)
@@ -280,7 +284,7 @@ def parse_config(config_class: type[Config], description: str, argv: Sequence[st
     """
     Parse the flags of a script. Invalid values end the program with one line and exit code 2.
 
-    `description` is shown by `--help`: the docstring of the script.
+    `--help` shows `description`, usually the docstring of the script.
     """
     parser = make_parser(config_class, description)
     values = vars(parser.parse_args(argv))

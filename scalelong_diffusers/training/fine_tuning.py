@@ -1,4 +1,4 @@
-"""Fine-tune a Stable Diffusion: its U-Net scaled without a jump, its LoRA, its data and its encoded captions."""
+"""Fine-tune Stable Diffusion: scale its U-Net without a jump, add a LoRA, load data and encode captions."""
 
 import dataclasses
 import logging
@@ -38,13 +38,13 @@ from scalelong_diffusers.training.text import check_validation_prompts
 if TYPE_CHECKING:
     from scalelong_diffusers.training.run import TrainingRun
 
-# If a scaling must be warmed up and --skip_scaling_warmup_steps is not given.
+# Used if a scaling must be warmed up and --skip_scaling_warmup_steps is not set.
 DEFAULT_WARMUP_STEPS = 500
 
 
 @dataclass(frozen=True)
 class FineTuningDataConfig(DataConfig):
-    """The data of a fine-tuning run, whose resolution is the pipeline's own by default."""
+    """The data config of a fine-tuning run. By default, the resolution is the pipeline's own."""
 
     resolution: int | None = option(
         None, "scale and crop images to this width and height in pixels (default: the pipeline's own)", at_least=1
@@ -53,9 +53,9 @@ class FineTuningDataConfig(DataConfig):
 
 class FineTuning:
     """
-    What a fine-tuning script adds to its [`TrainingRun`].
+    The part of fine-tuning that a [`TrainingRun`] does not cover: the pipeline, its scaling and its captions.
 
-    It loads the pipeline and the data. Its options are the flags of `finetune_text_to_image.py`.
+    The run's config must have the options of `finetune_text_to_image.py`.
     """
 
     def __init__(self, run: "TrainingRun"):
@@ -66,7 +66,7 @@ class FineTuning:
             self._check_lora()
         self.pipe = load_stable_diffusion(self.source).to(run.device)
         self.pipe.set_progress_bar_config(disable=True)
-        # It would print the captions that it truncates in each step.
+        # The pipeline would print all captions that it truncates, in each step.
         logging.getLogger(type(self.pipe).__module__).setLevel(logging.ERROR)
         for tokenizer in tokenizers(self.pipe):
             check_validation_prompts(config.validation_prompts, tokenizer, tokenizer.model_max_length)
@@ -84,7 +84,7 @@ class FineTuning:
     def start(self):
         """Scale the U-Net without changing its first output, and start the run."""
         config, options = self.config, self.config.optimization
-        torch.manual_seed(seed_for(options.seed, "model"))  # of gates and LoRA
+        torch.manual_seed(seed_for(options.seed, "model"))  # for gates and LoRA
         trained, warmup_steps = scale_without_jump(
             self.pipe, config.skip_scaling, options.skip_scaling_warmup_steps, config.lora_rank, config.lora_alpha
         )
@@ -92,7 +92,7 @@ class FineTuning:
         self.run.start({"unet": self.pipe.unet}, optimizer, warmup_steps)
 
     def encode_captions(self, batch: Batch) -> dict[str, Any]:
-        """Return the U-Net's keyword arguments for a batch, some of whose captions are dropped."""
+        """Return the U-Net's keyword arguments for a batch, with some captions dropped."""
         dropped = batch.uniform("dropped condition") < self.config.proportion_empty_prompts
         ids = {name: batch[name] for name in ("input_ids", "input_ids_2") if name in batch}
         return encode_tokens(self.pipe, ids, dropped, self.run.resolution)
@@ -110,9 +110,8 @@ class FineTuning:
             raise UserError(f"--lora_rank {self.config.lora_rank} needs a package: pip install peft")
         if self.config.output.push_to_hub and os.path.isdir(self.source):
             raise UserError(
-                "--push_to_hub of a LoRA names the repository that it is loaded into, but "
-                f"--pretrained_model_name_or_path {self.source} is a folder: pass a Hub id, or push later with "
-                "push_adapter"
+                "--push_to_hub of a LoRA needs the Hub id of its base model, but --pretrained_model_name_or_path "
+                f"{self.source} is a folder: pass a Hub id, or push later with push_adapter"
             )
 
 
@@ -137,8 +136,8 @@ def scale_without_jump(
     The first output of the U-Net is unchanged. A scaling that would change it is warmed up from strength 0.
 
     Args:
-        skip_scaling: the present scaling of the U-Net by default, or else `"ls"`.
-        warmup_steps: `DEFAULT_WARMUP_STEPS` by default, if a warm-up is needed.
+        skip_scaling: None: the U-Net keeps its scaling; a plain U-Net gets `"ls"`.
+        warmup_steps: None: `DEFAULT_WARMUP_STEPS` if a warm-up is needed.
     """
     is_scaled = isinstance(pipe.unet, SkipScalingMixin) and pipe.unet.skip_scaler.config.method != "none"
     if skip_scaling is None:
@@ -206,8 +205,8 @@ def prepare_for_fine_tuning(
         )
     if is_scaled and not config.equals_except_strength(present):
         raise UserError(
-            f"this {type(unet).__name__} was trained with {present}; use the same, or call remove_skip_scaling before "
-            f"fine-tuning with {config}"
+            f"this {type(unet).__name__} was trained with {present}; use the same scaling, or call "
+            f"remove_skip_scaling before fine-tuning with {config}"
         )
     if lora_rank is None and lora_alpha is not None:
         raise UserError(f"lora_alpha={lora_alpha} needs lora_rank")
@@ -229,7 +228,7 @@ def prepare_for_fine_tuning(
 
 
 def config_without_jump(skip_scaling: SkipScalingConfig | Mapping[str, Any] | str) -> SkipScalingConfig:
-    """Return the config with strength 0 if its factors do not start at 1, so that a trained model's output stays."""
+    """Return the config, with strength 0 unless its factors start at 1, to keep a trained model's output unchanged."""
     config = SkipScalingConfig.parse(skip_scaling)
     return config if starts_at_identity(config) else dataclasses.replace(config, strength=0.0)
 

@@ -1,4 +1,4 @@
-"""The input of a model: pixels, or latents that an autoencoder computes during training or has precomputed."""
+"""The input of a model: pixels, or latents that are computed during training or precomputed."""
 
 import torch
 from diffusers import AutoencoderKL
@@ -14,7 +14,7 @@ from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder
 
 @torch.no_grad()
 def encode_images(batch: Batch, vae: AutoencoderKL | None, latent_scale: float | None = None) -> torch.Tensor:
-    """Return the images of a batch as the model sees them. Latents are drawn anew each time."""
+    """Return the model's input for a batch: pixels or latents. Latents are drawn anew each time."""
     if vae is None:
         return batch["pixel_values"]
     moments = batch["moments"] if "moments" in batch else encode_moments(batch["pixel_values"], vae)

@@ -61,7 +61,7 @@ def build_model(
     num_class_embeds: int | None,
     text: Mapping[str, Any] | None,
 ) -> ModelMixin:
-    """Build the model that the options name. Its weights depend only on the seed. See `TrainingRun.build_model`."""
+    """Build the model of a config. Its initial weights depend only on the seed. See `TrainingRun.build_model`."""
     options, resolution = config.model, config.data.resolution
     factor = vae_factor(vae)
     check_size("--resolution", resolution, factor)
@@ -94,19 +94,19 @@ def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]
         nearest = min(filter(_patch_size, range(4, size + 9)), key=lambda n: abs(n - size))
         raise UserError(
             f"--resolution {resolution} is not divisible into patches for the small U-ViT; the nearest resolution "
-            f"that is: {nearest * (resolution // size)}"
+            f"that is divisible: {nearest * (resolution // size)}"
         )
     return UViTModel(patch_size=patch, **_SMALL_UVIT, **config)
 
 
 def _patch_size(size: int) -> int | None:
-    """Return the smallest patch that leaves 4 to 16 patches per side; single pixels only for the smallest images."""
+    """Return the smallest patch size with 4 to 16 patches per side; 1 only for the smallest images."""
     sizes = [p for p in range(2, size // 4 + 1) if size % p == 0 and size // p <= _MAX_PATCHES_PER_SIDE]
     return sizes[0] if sizes else (1 if 4 <= size < 8 else None)
 
 
 def _from_config(source: str) -> ModelMixin:
-    """Build a fresh model of the architecture in a config. Weights in the same folder are not loaded."""
+    """Build an untrained model from a config. Weights in the same folder are not loaded."""
     if source.endswith(".json"):
         folder, name = os.path.split(source)
         config = read_json(folder or ".", name) if os.path.isfile(source) else None

@@ -122,7 +122,7 @@ class SampleEvaluation:
         """
         Return FID and KID.
 
-        They are left out if images are not finite, or if the run has received a signal to stop, since making all
+        The result is empty if images are not finite, or if the run has received a signal to stop, since making all
         images would delay its checkpoint.
         """
         with run.evaluating():
@@ -182,13 +182,13 @@ def _training_images(run: "TrainingRun") -> Reference:
 
 
 class MetricsFile:
-    """A file in which every step has one line, also if the run is resumed."""
+    """A file with one line per logged step. Resuming a run does not repeat lines."""
 
     def __init__(self, file: Path):
         self.file = file
 
     def resume_at(self, step: int):
-        """Remove the lines of later steps, which will be done again, and a line that was cut off."""
+        """Remove the lines of later steps, which the run will repeat, and an incomplete last line."""
         lines = [line for line in self._lines() if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         atomic_write(self.file, lambda partial: partial.write_text(text))
@@ -200,7 +200,7 @@ class MetricsFile:
             file.write(text + "\n")
 
     def last(self, name: str) -> Any:
-        """Return the latest value of a figure, or None."""
+        """Return the latest value of a metric, or None."""
         return next((line[name] for line in reversed(self._lines()) if name in line), None)
 
     def _lines(self) -> list[dict[str, Any]]:

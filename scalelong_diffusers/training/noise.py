@@ -27,7 +27,7 @@ class NoiseProcess:
     Args:
         scheduler: the config of a diffusers scheduler, which gives the betas and the prediction type.
         continuous: draw times t ~ U(0, 1) of the VP-SDE that the linear betas discretize, as U-ViT's pixel models do.
-            The model is shown the timestep 1000 t - 1, so that step n of the scheduler is the time (n + 1) / 1000.
+            The model receives the timestep 1000 t - 1, so step n of the scheduler is the time (n + 1) / 1000.
         snr_gamma: gamma of min-SNR weighting. None weights all timesteps equally.
     """
 
@@ -68,7 +68,7 @@ class NoiseProcess:
         return alpha * clean + sigma * noise
 
     def target(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """Return what the model must predict."""
+        """Return the tensor that the model must predict."""
         if self.prediction_type == "epsilon":
             return noise
         if self.prediction_type == "sample":

@@ -44,7 +44,7 @@ class Encoders:
 
     Args:
         vae: folder or id of the autoencoder.
-        text_encoder: folder or id of the text encoder. None: captions are not encoded.
+        text_encoder: folder or id of the text encoder, or None if captions are not encoded.
         dtype: dtype of the stored outputs, a key of `DTYPES`.
     """
 
@@ -80,7 +80,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class _RowsToEncode:
-    """Reads the image, label and all captions of a row. With `skip_bad`, an unreadable image becomes a black one."""
+    """Rows with an image, a label and all captions. With `skip_bad`, an unreadable image becomes a black one."""
 
     source: Source
     transform: Transform
@@ -106,7 +106,7 @@ class _RowsToEncode:
 
 class PrecomputedWriter:
     """
-    Encodes a dataset and writes the shards, with all processes together.
+    Writer that encodes a dataset and saves the shards, with all processes together.
 
     Complete shards of an interrupted run are kept. The index marks the folder as finished at the end.
     """
@@ -122,7 +122,7 @@ class PrecomputedWriter:
             "labels": rows.needs_labels,
             "text_states": rows.needs_captions,
         }
-        # What must be the same to resume, and is checked by training.
+        # Resuming requires the same values, and training checks them.
         self.made_of = encoders.description() | {
             "transform": transform_settings(config, data.channels),
             "data": data.fingerprint,

@@ -120,8 +120,8 @@ class TrainingRun:
         Load the data of the config.
 
         Args:
-            channels: of the images; what the autoencoder or the images have by default.
-            resolution: of the images, if the config leaves it open.
+            channels: number of image channels; by default the autoencoder's or the images' own.
+            resolution: size of the images if the config does not set it.
         """
         if channels is None and self.vae is not None:
             channels = self.vae.config.in_channels
@@ -160,7 +160,7 @@ class TrainingRun:
         warmup_steps: int | None = None,
     ):
         """
-        Prepare training, and resume if the config says so.
+        Prepare training, and resume if the config names a checkpoint.
 
         Args:
             modules: the trained models, by the names of their folders in a checkpoint.
@@ -256,7 +256,7 @@ class TrainingRun:
                 self._started = time.perf_counter()
 
     def step(self, losses: torch.Tensor):
-        """Take the losses of a batch, one for each sample. The last batch of a step moves the parameters."""
+        """Run backward for the losses of a batch, one per sample. The last batch of a step updates the weights."""
         self.optimizer_step.backward(losses.mean())
         if self.accelerator.sync_gradients:
             self.optimizer_step.update()
@@ -266,7 +266,7 @@ class TrainingRun:
         self._seconds += time.perf_counter() - self._started
 
     def is_due(self, every: int) -> bool:
-        """Return whether a step has just ended that is a multiple of `every`, or the last one. 0 means never."""
+        """Return whether the last step, or a step that is a multiple of `every`, has just ended. 0 means never."""
         if not every or not self.accelerator.sync_gradients:
             return False
         return self.global_step % every == 0 or self.global_step == self.size.max_train_steps
@@ -288,7 +288,7 @@ class TrainingRun:
         self._recorded.update(values)
 
     def encode_images(self, batch: Batch) -> torch.Tensor:
-        """Return the pixels of a batch, or newly drawn latents of a latent model."""
+        """Return the pixels of a batch or, for a latent model, newly drawn latents."""
         return encode_images(batch, self.vae, self.latent_scale)
 
     def generators(self, numbers: Iterable[int]) -> list[torch.Generator]:
@@ -297,10 +297,10 @@ class TrainingRun:
 
     def save(self, pipeline: DiffusionPipeline, card: Mapping[str, Any] | None = None):
         """
-        End the run: save the pipeline with EMA weights into the run's folder, and push it if the config says so.
+        End the run: save the pipeline with EMA weights into the run's folder, and push it if `push_to_hub` is set.
 
         Args:
-            card: fields of `CardFacts` that the run does not know.
+            card: more fields of `CardFacts` for the model card.
         """
         saving.save_pipeline(self, pipeline, card or {})
 
@@ -348,7 +348,7 @@ class TrainingRun:
             yield batch.to(self.device)
 
     def write(self, what: str, function: Callable[[], Any]):
-        """Write something in one process while the others wait. A full disk ends the run with one line."""
+        """Call `function` in one process while the others wait. If it cannot write, the run stops with one line."""
 
         def attempt():
             try:
@@ -365,7 +365,7 @@ class TrainingRun:
 
     def finish(self):
         """End the trackers and the process group."""
-        # DDP must let go of the process group first: torch waits forever if it is the last to hold it.
+        # Release DDP first: torch waits forever if DDP is the last user of the process group.
         self.models.clear()
         self.accelerator.free_memory()
         self.accelerator.end_training()
@@ -390,7 +390,7 @@ class TrainingRun:
     def _end_step(self):
         log = self.is_due(self.config.monitoring.logging_steps) or bool(self._recorded)
         save = self.is_due(self.config.output.checkpointing_steps)
-        # One process can stop at any step. Several must agree, which they do when they wait for the device anyway.
+        # One process can stop at any step. Several processes agree to stop when they wait for the device anyway.
         stop = self.is_stopping and self.accelerator.num_processes == 1
         if log or save or stop:
             stop = self._read_statistics()
@@ -404,7 +404,7 @@ class TrainingRun:
             number = self.stop_signal.number or signal.SIGTERM
             raise TrainingStopped(
                 f"stopped by {signal.Signals(number).name} after step {self.global_step} of "
-                f"{self.size.max_train_steps}; the same command with --resume_from_checkpoint latest resumes",
+                f"{self.size.max_train_steps}; add --resume_from_checkpoint latest to the same command to resume",
                 exit_code=128 + number,
                 on_all_processes=True,
             )
@@ -431,7 +431,7 @@ class TrainingRun:
         if longest_run >= limit and not self.optimizer_step.scaler_can_help():
             raise TrainingStopped(
                 f"step {self.global_step}: {longest_run} steps in a row had a non-finite loss or gradient; try a "
-                "lower --learning_rate, a longer --lr_warmup_steps, --mixed_precision bf16 or no, or look at the data",
+                "lower --learning_rate, a longer --lr_warmup_steps, --mixed_precision bf16 or no, or check the data",
                 on_all_processes=True,
             )
 
@@ -460,7 +460,7 @@ class TrainingRun:
         """Save a checkpoint of the present step."""
         step = self.global_step
         if names := self.optimizer_step.nonfinite_weights():
-            message = f"step {step}: the weights of {', '.join(names)} are not finite, and were not saved"
+            message = f"step {step}: the weights of {', '.join(names)} are not finite and were not saved"
             raise TrainingStopped(message, on_all_processes=True)
         write = partial(self.checkpoints.save, step, lambda folder: save_state(self, folder))
         self.write(f"the checkpoint of step {step}", write)
@@ -504,7 +504,7 @@ class TrainingRun:
             yield
 
     def _readable(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Report and count unreadable images that were skipped. Others end the run with one line."""
+        """Report and count skipped unreadable images. Other read errors end the run with one line."""
         try:
             for batch in batches:
                 for name in batch.unreadable:

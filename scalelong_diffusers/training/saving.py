@@ -48,8 +48,8 @@ def _save_and_push(
     Save, print how to load the result, and push.
 
     Args:
-        load: code that loads it, to be printed.
-        push_again: code that repeats a failed push, to be printed.
+        load: code that loads the result, for the message.
+        push_again: code that repeats a failed push, for the message.
     """
     with run.evaluating():
         run.write("the pipeline", lambda: _save_into(save, run.folder))
@@ -76,7 +76,7 @@ def _save_into(save: Callable[[Path], None], folder: Path):
 
 
 def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: Mapping[str, Any]):
-    """Push. If that fails, only the push is lost."""
+    """Push to the Hub. A failure is only a warning, since the result is already saved."""
     options, output = run.config.optimization, run.config.output
     loss = run.metrics.last("validation_loss")
     grids = sorted((run.folder / "samples").glob("*.png"))
@@ -99,8 +99,8 @@ def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: M
         print(f"pushed: {url}")
     except (OSError, ValueError) as error:
         print(
-            f"warning: the push to {repo_id} failed ({error}); the model is complete in {run.folder}: {push_again} "
-            "tries again",
+            f"warning: the push to {repo_id} failed ({error}); the model is saved in {run.folder}; to push "
+            f"it again, run {push_again}",
             file=sys.stderr,
         )
 

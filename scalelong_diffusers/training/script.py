@@ -1,4 +1,4 @@
-"""End a training script: with one line for invalid input, with a traceback for a bug."""
+"""Run a training script. Invalid input ends it with one line, a bug with a traceback."""
 
 import os
 import signal
@@ -19,8 +19,8 @@ class TrainingStopped(Exception):
     The run ends before its last step. The message says why and how to resume.
 
     Args:
-        exit_code: of the script.
-        on_all_processes: whether all processes raise it, so that one on each machine prints it.
+        exit_code: exit code of the script.
+        on_all_processes: whether all processes raise this error, so that only one on each machine prints the message.
     """
 
     def __init__(self, message: str, exit_code: int = 1, on_all_processes: bool = False):
@@ -40,7 +40,7 @@ def run_script(main: Callable[[], object]):
         message = " ".join(str(error).split())
         stopped = TrainingStopped(message, exit_code=2, on_all_processes=True)
     except KeyboardInterrupt:
-        message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
+        message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if one exists"
         stopped = TrainingStopped(message, exit_code=130, on_all_processes=True)
     except Exception:
         if not torch.distributed.is_initialized():
@@ -62,13 +62,13 @@ def _exit_without_waiting(code: int):
 
 
 class StopSignal:
-    """The signal that asked this process to save and stop: SIGTERM or the first Ctrl-C. 0 if there was none."""
+    """The signal that asked this process to save and stop: SIGTERM or the first Ctrl-C. `number` is 0 without one."""
 
     number = 0
 
     @contextmanager
     def caught(self):
-        """Note signals instead of ending the process. A second Ctrl-C ends it without saving."""
+        """Record signals instead of ending the process. A second Ctrl-C ends the process without saving."""
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return

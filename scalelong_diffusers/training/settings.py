@@ -1,4 +1,4 @@
-"""The size of a run, and its settings, which are printed, stored in its folder and compared when it is resumed."""
+"""The size and the settings of a run. Settings are printed, stored in the folder and compared when a run resumes."""
 
 import dataclasses
 import math
@@ -60,7 +60,7 @@ class RunSize:
 
 
 def describe_settings(run: "TrainingRun") -> dict[str, Any]:
-    """Return all options of a run by flag, and what they led to. The token is left out."""
+    """Return all options of a run by flag, and the values derived from them, without the Hub token."""
     train, validation = run.data.train.num_samples, run.data.validation.num_samples
     scaling = skip_connections(run.modules["unet"]).config
     settings = {
@@ -70,7 +70,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         "resolution": run.resolution,
         "mixed_precision": run.accelerator.mixed_precision,
         "skip_scaling_warmup_steps": run.warmup_steps,
-        "data": f"{run.data.description}: {train:,} to train on, {validation:,} to validate with",
+        "data": f"{run.data.description}: {train:,} for training, {validation:,} for validation",
         "data_fingerprint": run.data.fingerprint,
         "model": _describe_model(run.modules["unet"], scaling),
     }
@@ -85,7 +85,7 @@ def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
     return f"{type(model).__name__}, {total:,} parameters{part}, {scaling}"
 
 
-# FID and KID of a checkpoint and of the run that resumes it are compared, so these must be equal where both evaluate.
+# These must be equal if a run evaluates before and after it is resumed, so that FID and KID are comparable.
 _EVALUATION_SETTINGS = {
     *("num_eval_images", "eval_metric", "eval_features", "eval_reference", "num_inference_steps", "guidance_scale")
 }
@@ -130,6 +130,6 @@ def inexact_resume_warning(before: dict[str, Any], now: dict[str, Any]) -> str |
     if not now["streaming"] or not changed:
         return None
     return (
-        f"streaming resumes inexactly, because {' and '.join(changed)} changed: in this epoch some images may come "
-        "twice and others not at all"
+        f"streaming resumes inexactly, because {' and '.join(changed)} changed: in this epoch some images may be "
+        "used twice and others not at all"
     )

@@ -1,4 +1,4 @@
-"""Load a Stable Diffusion for fine-tuning: freeze it, encode its prompts and recover its noise schedule."""
+"""Load a Stable Diffusion pipeline for fine-tuning, encode prompts, and recover the noise schedule."""
 
 import functools
 import os
@@ -40,7 +40,7 @@ _PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusion:
     """
-    Load a Stable Diffusion 1, 2 or XL from a folder or the Hub, and freeze everything except the U-Net.
+    Load a Stable Diffusion 1, 2 or XL pipeline from a folder or the Hub, and freeze everything except the U-Net.
 
     Takes the options of `DiffusionPipeline.from_pretrained`.
     """
@@ -61,7 +61,7 @@ def _check_class(source: str | os.PathLike, class_name: str | list[str]):
 
 
 def check_stable_diffusion(pipe: DiffusionPipeline):
-    """Check that a pipeline can be fine-tuned as Stable Diffusion, with the inputs that `encode_tokens` returns."""
+    """Check that a pipeline can be fine-tuned as Stable Diffusion, with the output of `encode_tokens` as input."""
     _check_class("this pipeline", type(pipe).__name__)
     others = ("text_encoder_2", "tokenizer_2") if isinstance(pipe, StableDiffusionXLPipeline) else ()
     missing = [name for name in ("unet", "vae", "text_encoder", "tokenizer", *others) if getattr(pipe, name) is None]
@@ -72,7 +72,7 @@ def check_stable_diffusion(pipe: DiffusionPipeline):
 
 
 def _misfit(pipe: StableDiffusion) -> str | None:
-    """Return how the U-Net contradicts the other components or the inputs that `encode_tokens` returns, or None."""
+    """Say how the U-Net contradicts the other components or the output of `encode_tokens`, or return None."""
     unet, is_xl = pipe.unet, isinstance(pipe, StableDiffusionXLPipeline)
     name = f"has a {type(unet).__name__} that"
     conditions = required_conditions(unet)

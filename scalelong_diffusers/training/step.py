@@ -28,10 +28,9 @@ class OptimizerStep:
     """
     The optimizer of a run, with its learning rate and EMA weights.
 
-    A step whose loss or gradients are not finite leaves weights and optimizer as they are: a non-finite loss makes all
-    gradients NaN, in every process, and the fused optimizer reads `found_inf` on the device. Its EMA and learning rate
-    advance as usual. Only `read_statistics` and
-    `nonfinite_weights` wait for the device.
+    A step with a non-finite loss or gradient does not change the weights or the optimizer's state: a non-finite loss
+    makes all gradients NaN in every process, and the fused optimizer reads `found_inf` on the device. The EMA weights
+    and the learning rate advance as usual. Only `read_statistics` and `nonfinite_weights` wait for the device.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class OptimizerStep:
         elif is_fused(self.optimizer):
             self.optimizer.grad_scale, self.optimizer.found_inf = None, (~is_finite).float()
             self.optimizer.step()
-        elif is_finite:  # an optimizer of the script's own, which cannot skip a step on the device
+        elif is_finite:  # a custom optimizer, which cannot skip a step on the device
             self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
@@ -118,7 +117,7 @@ class OptimizerStep:
         self._step_loss = torch.zeros_like(self._step_loss)
 
     def read_statistics(self, is_stopping: bool = False) -> StepStatistics:
-        """Wait for the device, return the statistics of all processes and start new ones."""
+        """Wait for the device, return the statistics of all processes and reset them."""
         mine = torch.cat(
             [self._statistics, self._grad_norm.to(self._statistics)[None], self._statistics.new_tensor([is_stopping])]
         )
@@ -129,7 +128,7 @@ class OptimizerStep:
         return StepStatistics(loss_sum, int(finite_steps), int(in_a_row), int(longest), grad_norm, interrupted > 0)
 
     def set_nonfinite_in_a_row(self, count: int):
-        """Start new statistics that continue to count non-finite steps."""
+        """Reset the statistics, but continue to count consecutive non-finite steps from `count`."""
         self._statistics = self._statistics.new_tensor([0, 0, count, 0])
 
     def scaler_can_help(self) -> bool:
@@ -146,7 +145,7 @@ class OptimizerStep:
 
 
 def adamw(config: OptimizationConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    """Return the AdamW of a config. The fused one can skip a step on the device."""
+    """Return the AdamW of a config. It is fused, because only a fused optimizer can skip a step on the device."""
     return torch.optim.AdamW(
         parameters,
         lr=config.learning_rate,

@@ -1,4 +1,4 @@
-"""Text conditioning: the encoder of the captions, loaded or built from them, and the prompts of sample grids."""
+"""Text conditioning: the text encoder, loaded or built from the captions, and the prompts of sample grids."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TextEncoder = tuple[CLIPTextModel, CLIPTokenizer]
 
-# A small CLIP, if the model does not ask for another width or length.
+# Width and length of the small CLIP, unless the model requires others.
 _SMALL_WIDTH, _SMALL_LENGTH = 128, 32
 _HEAD_WIDTH = 32
 # The length of the published CLIP, if the model sets no limit.
@@ -44,9 +44,9 @@ def load_text_encoder_for_training(source: str, device: torch.device, trained: b
 
 def build_text_encoder(data: TrainingData, model: ModelMixin, seed: int) -> TextEncoder:
     """
-    Build a small CLIP that fits the model from the captions that it will be trained on.
+    Build a small CLIP that fits the model, with a tokenizer for the training captions.
 
-    It reads as many tokens as the longest caption has, since padding takes time and dilutes the text.
+    The CLIP reads as many tokens as the longest caption has, since padding takes time and dilutes the text.
     """
     captions = list(data.train.captions())
     width, limit = text_embedding_width(model), model.config.get("context_length", _MAX_LENGTH)
@@ -62,7 +62,7 @@ class TextCondition:
     """
     The text side of a text-to-image run: the encoder, the token ids in each batch, and dropped captions.
 
-    The encoder is the one that the options name, or a small CLIP that is built from the captions and trained.
+    The config names the encoder. Without a name, a small CLIP is built from the captions and trained.
     """
 
     def __init__(self, run: "TrainingRun"):
@@ -81,7 +81,7 @@ class TextCondition:
 
     @property
     def model_config(self) -> dict[str, int]:
-        """What a built-in small model needs to read the encoder's hidden states."""
+        """Config entries with which a built-in small model reads the encoder's hidden states."""
         if self._loaded is None:
             return {"cross_attention_dim": _SMALL_WIDTH, "context_length": _SMALL_LENGTH}
         text_encoder, tokenizer = self._loaded
@@ -89,7 +89,7 @@ class TextCondition:
         return {"cross_attention_dim": text_encoder.config.hidden_size, "context_length": length}
 
     def prepare(self, unet: ModelMixin) -> TextEncoder:
-        """Return the encoder and its tokenizer, and have the loaders add token ids to each batch."""
+        """Return the encoder and its tokenizer, and make the data loaders add token ids to each batch."""
         run, config = self.run, self.run.config
         loaded = self._loaded or build_text_encoder(run.data, unet, config.optimization.seed)
         self.text_encoder, tokenizer = loaded
@@ -121,7 +121,7 @@ def grid_prompts(validation_prompts: Sequence[str] | None, data: TrainingData, n
 
 
 def held_out_captions(data: TrainingData, limit: int | None = None) -> list[str]:
-    """Return one caption of each held-out image, or of the first ones."""
+    """Return one caption of each held-out image, or of the first `limit` images."""
     return [data.validation[k].columns["captions"] for k in range(data.validation.num_samples)[:limit]]
 
 

@@ -204,7 +204,7 @@ class TestFolder:
             (tmp_path / "copy", FAST, f"model {str(unconditional)!r}, not {str(tmp_path / 'copy')!r}"),
         ):
             line = error_of("sample", model, "--out", out, "-n", 2, *flags)
-            assert line.endswith(f"{out} has images made with {difference}: give another --output_dir, or delete it")
+            assert line.endswith(f"{out} has images made with {difference}: pass another --output_dir, or delete it")
 
     def test_names_the_first_different_prompt(self, sample, text, tmp_path):
         out = tmp_path / "out"
@@ -218,7 +218,7 @@ class TestFolder:
         ):
             code, _, errors = sample(text, *flags, *prompts)
             assert code == 2
-            assert f"made with {difference}: give another --output_dir" in errors.splitlines()[-1]
+            assert f"made with {difference}: pass another --output_dir" in errors.splitlines()[-1]
 
     def test_rejected_call_leaves_no_settings_to_compare_with(self, sample, unconditional, tmp_path):
         out = tmp_path / "out"
@@ -257,7 +257,7 @@ class TestFolder:
         uvit().save_pretrained(unconditional / "unet")  # more training writes files of the same names and sizes
         line = error_of("sample", unconditional, "--out", out, "-n", 2, *FAST)
         assert re.search(
-            r"out has images made with weights '.* bytes of .*', not '.* bytes of .*': give another", line
+            r"out has images made with weights '.* bytes of .*', not '.* bytes of .*': pass another", line
         )
         assert [name for name in names_in(out) if name.endswith(".png")] == ["000000.png", "grid.png"]
         assert (out / "000000.png").read_bytes() == before
@@ -312,7 +312,7 @@ class TestSchedulers:
         with pytest.raises(UserError, match="needs a beta schedule, which the model's own EDMEulerScheduler"):
             scheduler_by_name("ddim", EDMEulerScheduler())
 
-    def test_suggest_the_name_that_was_meant(self):
+    def test_suggest_the_nearest_name(self):
         for typed, meant in (("sde-dpmpp", "sde-dpm++"), ("dpm+", "dpm++"), ("ddmi", "ddpm")):
             with pytest.raises(UserError) as raised:
                 SampleConfig("model", scheduler=typed)
@@ -335,7 +335,7 @@ BAD = {
     "dtype": (["unconditional", "--dtype", "int8"], ["--dtype must be one of float32, bfloat16, float16, got 'int8'"]),
     "no folder": (["nowhere"], ["nowhere", "Hub"]),
     "a model": (["unconditional/unet"], ["unet", "model_index.json"]),
-    "text without a prompt": (["text"], ["is a text-to-image pipeline: give at least one --prompt"]),
+    "text without a prompt": (["text"], ["is a text-to-image pipeline: pass at least one --prompt"]),
     "no arguments": ([], ["the following arguments are required: model"]),
     "flag": (["unconditional", "--step", "3"], ["unknown argument '--step' (did you mean '--steps'?)"]),
 }  # fmt: skip

@@ -85,7 +85,7 @@ def test_rejects_empty_parquet_files(load, tmp_path):
 
 
 def test_rejects_a_single_image(load, image_folder):
-    message = "the folder pictures, 1 image: at least two are needed, one for training and one for validation"
+    message = "the folder pictures, 1 image: at least two images are needed, one for training and one for validation"
     assert_rejected(load, message, train_data_dir=image_folder(["only.png"]))
 
 
@@ -265,7 +265,7 @@ class TestUnreadableImages:
             load(train_data_dir=half_broken)
         assert re.fullmatch(
             rf"{re.escape(str(half_broken))}/\d[02468]\.png cannot be read: not an image that Pillow can open; "
-            "on_bad_image='skip' leaves it out",
+            "on_bad_image='skip' skips such images",
             str(caught.value),
         )
 
@@ -278,7 +278,7 @@ class TestUnreadableImages:
         with pytest.raises(UnreadableImage) as caught:
             for _ in data.train.batches(4, num_steps=6, num_workers=num_workers):
                 pass
-        advice = "on_bad_image='skip' leaves it out"
+        advice = "on_bad_image='skip' skips such images"
         assert str(caught.value) == f"{broken} cannot be read: not an image that Pillow can open; {advice}"
 
     @pytest.mark.parametrize("num_workers", [0, 2])

@@ -110,7 +110,7 @@ class TestStatistics:
 
     def test_of_another_size(self, error_of, saved, pictures):
         line = error_of(pictures(3, "large", size=(16, 16)), reference=saved)
-        assert "is of images with 8 x 8 pixels, but these have 16 x 16" in line
+        assert "has statistics of images with 8 x 8 pixels, but these have 16 x 16" in line
 
     def test_with_flags_for_datasets(self, error_of, saved, pictures):
         line = error_of(pictures(3), "--crop_size", 8, reference=saved)
@@ -129,7 +129,7 @@ class TestStatistics:
 
 
 class TestImages:
-    def test_fewer_than_asked_for(self, error_of, pictures):
+    def test_fewer_than_requested(self, error_of, pictures):
         assert "--num_images 5 is more than the 3 images in " in error_of(pictures(3), num_images=5)
 
     def test_fewer_than_two(self, error_of, pictures):
@@ -205,7 +205,7 @@ class TestImages:
             (["--steps", 0], "num_inference_steps must be an integer, at least 1, got 0"),
             (
                 [],
-                "has images or a sample.json that this version of `scalelong sample` did not make: give another --out",
+                "has images or a sample.json that this version of `scalelong sample` did not make: pass another --out",
             ),
         ],
     )
@@ -219,7 +219,7 @@ class TestImages:
     def test_checks_the_folder_before_it_reads_the_reference(self, error_of, pipeline, tmp_path):
         (tmp_path / "file").write_text("words")
         line = error_of(pipeline, "--num_shapes", 20, num_images=2, output_dir=tmp_path / "file" / "out")
-        assert f"/out cannot be a folder, because {tmp_path / 'file'} is a file: give another --output_dir" in line
+        assert f"/out cannot be a folder, because {tmp_path / 'file'} is a file: pass another --output_dir" in line
         assert not (tmp_path / "cache" / "statistics").exists()
 
     def test_unfinished_run(self, error_of, tmp_path):
@@ -256,7 +256,7 @@ class TestImages:
         measured(pipeline, *flags, num_images=2, output_dir=tmp_path / "out")
         code, _, errors = evaluate(pipeline, *flags, "--seed", 1, num_images=2, output_dir=tmp_path / "out")
         assert code == 2
-        assert "made with seed 0, not 1: give another --output_dir, or delete it" in errors
+        assert "made with seed 0, not 1: pass another --output_dir, or delete it" in errors
 
 
 class TestMetricsAndFeatures:
@@ -292,7 +292,7 @@ class TestMetricsAndFeatures:
         ).save_pretrained(network)
         ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(network)
         line = error_of(pictures(3), features=network)
-        assert "film has no features of an image: VideoMAEModel fails with " in line
+        assert "film has no image features: VideoMAEModel fails with " in line
 
     def test_inception_without_its_package(self, error_of, pictures, monkeypatch):
         monkeypatch.setattr("torchmetrics.image.fid._TORCH_FIDELITY_AVAILABLE", False)

@@ -62,7 +62,7 @@ class TestResult:
             "features tiny-vit (16, ",
         ):
             assert part in printed
-        assert "scalelong: warning: this FID says little: with 12 images for 16 features" in errors
+        assert "scalelong: warning: this FID means little: with 12 images for 16 features" in errors
 
     def test_of_a_folder_equals_the_result_of_its_pipeline(self, measured, pipeline, tmp_path):
         out = tmp_path / "out"
@@ -308,7 +308,7 @@ class TestResume:
         assert together["kid"] == pytest.approx(alone["kid"], rel=1e-3)
 
     @pytest.mark.slow
-    def test_all_processes_report_what_one_cannot_read(self, pictures, network, tmp_path):
+    def test_all_processes_report_an_image_that_one_cannot_read(self, pictures, network, tmp_path):
         reference = pictures(4, "data")
         broken = reference / f"{fixed_permutation(4)[1]:03d}.png"  # the first of the second process
         broken.write_bytes(b"not an image")

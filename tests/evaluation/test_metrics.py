@@ -81,7 +81,7 @@ class TestFid:
 
 
 class Given(nn.Module):
-    """A network that is given features instead of images."""
+    """A network that receives features instead of images."""
 
     def __init__(self, num_features: int):
         super().__init__()
@@ -133,7 +133,7 @@ class TestKid:
         with pytest.raises(UserError, match="only a mean and covariance"):
             kernel_distance(complete, gaussian([0, 0], np.eye(2)))
 
-    def test_gives_no_warning(self):
+    def test_does_not_warn(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             kernel_distance(statistics_of(normal(10, 2)), statistics_of(normal(10, 2, seed=1)))
@@ -159,7 +159,7 @@ def test_covariance_needs_two_images(n):
     [
         (
             64,
-            ["this FID says little: with 64 images for 64 features", "subsets of 64 instead of 1,000"],
+            ["this FID means little: with 64 images for 64 features", "subsets of 64 instead of 1,000"],
         ),
         (2000, ["compare only with FIDs of 2,000 images"]),
         (10_000, []),

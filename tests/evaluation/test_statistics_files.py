@@ -30,7 +30,7 @@ def test_saved_statistics_load_again(statistics, tmp_path):
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["some.safetensors"], "no partial file"
 
 
-def test_published_statistics_are_those_of_inception(tmp_path):
+def test_published_statistics_belong_to_inception(tmp_path):
     np.savez(tmp_path / "cifar10.npz", mu=np.zeros(2048), sigma=np.eye(2048, dtype=np.float32))
     loaded = FeatureStatistics.load(tmp_path / "cifar10.npz")
     assert (loaded.network, loaded.num_features, loaded.n, loaded.features) == ("inception", 2048, None, None)
@@ -66,7 +66,7 @@ DAMAGED = {
     ),
     "shape.safetensors": (
         lambda path: write(path, covariance=torch.eye(3)),
-        "mean and covariance must be finite and fit, got",
+        "mean and covariance must be finite and of matching shapes, got",
     ),
     "nan.safetensors": (lambda path: write(path, mean=torch.full((2,), torch.nan)), "must be finite"),
     "text.npz": (lambda path: path.write_text("mu and sigma"), "cannot be read as a file of statistics"),

@@ -207,15 +207,15 @@ class TestAFailedLoadChangesNothing:
     FAULTS = {
         "missing gates": (
             lambda folder: (folder / GATES).unlink(),
-            "width_16.excite.bias is missing there and .16,. here",
+            "width_16.excite.bias is missing in the adapter and .16,. in the model",
         ),
         "one gate missing": (
             lambda folder: rewrite(folder / GATES, lambda gates: dict(sorted(gates.items())[1:])),
-            "width_16.excite.bias is missing there and .16,. here",
+            "width_16.excite.bias is missing in the adapter and .16,. in the model",
         ),
         "gates of another shape": (
             lambda folder: rewrite(folder / GATES, lambda gates: {name: torch.ones(3, 3) for name in gates}),
-            r"does not fit this .*excite.bias is \(3, 3\) there and \(16,\) here",
+            r"does not fit this .*excite.bias is \(3, 3\) in the adapter and \(16,\) in the model",
         ),
         "an unknown layer": (
             lambda folder: rewrite(folder / LORA, lambda lora: {n.replace("attn1", "x"): w for n, w in lora.items()}),
@@ -297,13 +297,15 @@ class TestWrongBase:
         save_adapter(fine_tuned(), tmp_path)
         pipe = build_kind("sd1")
         pipe.unet = sd.build(block_out_channels=(24, 48))
-        with pytest.raises(UserError, match=r"does not fit this .*width_16.* is \(16,\) there and missing here"):
+        with pytest.raises(
+            UserError, match=r"does not fit this .*width_16.* is \(16,\) in the adapter and missing in the model"
+        ):
             load_adapter(pipe, tmp_path)
 
     def test_rejects_another_architecture(self, build_kind, fine_tuned, tmp_path):
         save_adapter(fine_tuned("sdxl", "cs"), tmp_path)
         with pytest.raises(
-            UserError, match=r"its base model must be another: its LoRA adapts .*, which the model does not have"
+            UserError, match=r"it belongs to another base model: its LoRA adapts .*, which the model does not have"
         ):
             load_adapter(build_kind("sd1"), tmp_path)
 

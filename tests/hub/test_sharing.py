@@ -1,4 +1,4 @@
-"""Sharing on the Hub: the real client in processes of its own, against a Hub on loopback."""
+"""Sharing on the Hub: the real client in separate processes, against a Hub on loopback."""
 
 import inspect
 import json
@@ -144,7 +144,7 @@ def test_an_adapter_needs_a_base_model_on_the_hub(build_kind, is_saved, tmp_path
         pipe = type(pipe).from_pretrained(tmp_path)
     prepare_for_fine_tuning(pipe, "cs", lora_rank=2)
     source = tmp_path if is_saved else "no repository"
-    with pytest.raises(UserError, match=f"give base_model, the repository of .* was loaded from {source}"):
+    with pytest.raises(UserError, match=f"pass base_model, the repository of .* was loaded from {source}"):
         push_adapter(pipe, "user/adapter")
 
 

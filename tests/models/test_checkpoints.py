@@ -250,7 +250,7 @@ def test_keys_of_other_gates_are_frozen(ddpm, entry, keys):
     assert set(ddpm.build_scaled(entry).skip_scaler.state_dict()) == {f"gates.{key}" for key in keys}
 
 
-def test_other_keys_are_those_of_diffusers(case):
+def test_other_keys_are_the_keys_of_diffusers(case):
     stock = set(case.build().state_dict())
     assert {key for key in case.build_scaled(LS).state_dict() if not key.startswith("skip_scaler.")} == stock
 
@@ -294,7 +294,7 @@ class TestRejected:
         ):
             scaled_class_of(sd).from_single_file(tmp_path / "model.safetensors", skip_scaling="cs")
 
-    def test_misspelt_keyword(self, ddpm, tmp_path):
+    def test_misspelled_keyword(self, ddpm, tmp_path):
         ddpm.build().save_pretrained(tmp_path)
         message = r"has no argument 'skip_scalling' \(did you mean 'skip_scaling'\?\)"
         with pytest.raises(UserError, match=message):

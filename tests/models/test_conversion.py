@@ -24,7 +24,7 @@ CONTINUOUS = {"timestep_scale": 0.999, "timestep_offset": 1.0}
 DETAILS = ["--num_attention_heads", "4", "--timesteps", "continuous"]
 PAPER = {"method": "ls", "shared": True, "init": "paper"}
 
-# The config of a model, and the flags for what its weights do not tell.
+# The config of a model, and the flags for settings that its weights do not contain.
 MODELS = {
     "plain": ({}, ["--skip_scaling", "none"]),
     "inv_sqrt2": ({"skip_scaling": "inv_sqrt2"}, ["--skip_scaling", "inv_sqrt2"]),
@@ -122,7 +122,7 @@ def test_to_reference_has_the_published_names_of_cifar10():
     assert shapes["se.0.layer1.weight"] == (16, 257)
 
 
-def test_gates_of_the_reference_are_the_papers_whatever_the_default(tmp_path):
+def test_gates_of_the_reference_are_the_papers_with_any_default(tmp_path):
     for shared in (True, False):
         original = save_reference(tmp_path / "in.pth", skip_scaling={**PAPER, "shared": shared})
         details = CheckpointDetails(4, "continuous")
@@ -238,7 +238,7 @@ def test_rejects_scaling_that_the_reference_does_not_have(flags, message, tmp_pa
     assert re.search(message, output)
 
 
-def test_given_fields_add_to_those_of_the_gates(tmp_path, capsys):
+def test_passed_fields_complete_the_fields_of_the_gates(tmp_path, capsys):
     save_reference(tmp_path / "in.pth", skip_scaling={**PAPER, "reduction": 4, "activation": "mish"})
     flags = ["--skip_scaling", "ls", "--skip_scaling_activation", "mish"]
     assert run(capsys, tmp_path / "in.pth", tmp_path / "out", *DETAILS, *flags)[0] == 0

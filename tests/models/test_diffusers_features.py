@@ -151,7 +151,7 @@ class TestCompilers:
 
 
 class TestLoRA:
-    def test_gates_learn_beside_an_adapter(self, sd):
+    def test_gates_learn_next_to_an_adapter(self, sd):
         model, inputs = apply_skip_scaling(sd.build(), {**LS, "init": "identity"}), sd.make_inputs()
         before = output(model, inputs)
         model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))

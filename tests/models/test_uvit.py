@@ -698,12 +698,12 @@ def test_rejects_bad_configs(config, message):
         (
             {},
             {"encoder_attention_mask": torch.ones(2, 5)},
-            "got 0, and encoder_attention_mask as many, got 5",
+            "got 0, and encoder_attention_mask the same number, got 5",
         ),
         (
             TEXT,
             {"encoder_hidden_states": torch.ones(2, 4, 12), "encoder_attention_mask": torch.ones(2, 5)},
-            "got 4, and encoder_attention_mask as many, got 5",
+            "got 4, and encoder_attention_mask the same number, got 5",
         ),
     ],
 )
@@ -720,6 +720,6 @@ def test_rejects_a_checkpoint_of_another_model(config, tmp_path):
         UViTModel.from_pretrained(tmp_path, **config)
 
 
-def test_rejects_a_misspelt_keyword():
+def test_rejects_a_misspelled_keyword():
     with pytest.raises(UserError, match=r"no argument 'skip_scalling' \(did you mean 'skip_scaling'\?\)"):
         UViTModel.from_config(make().config, skip_scalling="ls")

@@ -38,9 +38,9 @@ CALLS = [
     ("classes", [7], {}, "class 7 is unknown; accepted: 0..3 (or 4, no class), or the names cat, dog, bird, horse"),
     ("plain classes", [-1], {}, "class -1 is unknown; accepted: 0..4"),
     ("classes", [1.5], {}, "class 1.5 is unknown; accepted: 0..3"),
-    ("text", [], {}, "give either prompt or prompt_embeds"),
-    ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "give either prompt or prompt_embeds, not both"),
-    ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; give prompt_embeds"),
+    ("text", [], {}, "pass either prompt or prompt_embeds"),
+    ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass either prompt or prompt_embeds, not both"),
+    ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; pass prompt_embeds"),
     ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale"),
     ("classes", [0], {"guidance_scale": float("nan")}, "got nan and 0.0"),
     ("classes", [0], {"guidance_rescale": 1.5}, "guidance_rescale in [0, 1], got 1.0 and 1.5"),
@@ -48,13 +48,13 @@ CALLS = [
     ("nothing", [], {"height": 15}, "height must be a multiple of 2 (the nearest: 14 or 16), got 15"),
     ("nothing", [], {"width": 1}, "width must be a multiple of 2 (the nearest: 2), got 1"),
     ("text", ["a"], {"width": 9}, "width must be a multiple of 2 (the nearest: 8 or 10), got 9"),
-    ("classes", [[0, 1]], {"generator": [GENERATOR]}, "one for all or one for each of the 2 images"),
+    ("classes", [[0, 1]], {"generator": [GENERATOR]}, "one generator, or a list with one for each of the 2 images"),
     ("text", ["a"], {"generator": [GENERATOR] * 3, "num_images_per_prompt": 2}, "one for each of the 2 images"),
     ("nothing", [2], {"latents": torch.zeros(1, 3, 8, 8)}, "latents must have shape (2, 3, 8, 8), got (1"),
     ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must have shape (1,"),
     ("nothing", [0], {}, "batch_size must be at least 1, got 0"),
     ("text", ["a"], {"num_images_per_prompt": 0}, "batch_size must be at least 1, got 0"),
-    ("embeds", [], {"prompt_embeds": torch.zeros(1, 12, 16)}, "give negative_prompt_embeds, or guidance_scale=1"),
+    ("embeds", [], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass negative_prompt_embeds, or guidance_scale=1"),
     ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be at least 1, got 0"),
     ("nothing", [], {"output_type": "jpg"}, "output_type must be one of ('pil', 'np', 'pt', 'latent'), got 'jpg'"),
     ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among ['latents', 'prompt_embeds']"),
@@ -136,7 +136,7 @@ class TestComponents:
         pipe = quiet(
             ScaleLongUnconditionalPipeline, build("UNet2DModel", "nothing", sample_size=None), DDIMScheduler()
         )
-        with pytest.raises(UserError, match=r"give height and width: this UNet2DModel has no sample_size"):
+        with pytest.raises(UserError, match=r"pass height and width: this UNet2DModel has no sample_size"):
             pipe(num_inference_steps=1)
         assert pipe(num_inference_steps=1, height=8, width=10).images[0].size == (10, 8)
 

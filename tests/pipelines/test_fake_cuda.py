@@ -26,7 +26,7 @@ SCHEDULERS = [
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Skip the check of the generated images, the only place where sampling reads values on the device."""
+    """Skip the check of the generated images, the only code that reads values on the device during sampling."""
     monkeypatch.setattr(base, "check_finite", lambda tensor: None)
 
 

@@ -146,7 +146,7 @@ class TestLoading:
         (clip / "tokenizer.json").unlink()
         with pytest.raises(
             UserError,
-            match=r"has no tokenizer: there is neither tokenizer\.json nor vocab\.json and merges\.txt; give",
+            match=r"has no tokenizer: there is neither tokenizer\.json nor vocab\.json and merges\.txt; pass",
         ):
             load_text_encoder(clip)
         pipe = ScaleLongTextToImagePipeline(uvit(), DDIMScheduler(), *tiny_clip)

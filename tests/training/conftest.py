@@ -237,7 +237,7 @@ def _run_forked(
 
 
 class Launched:
-    """A training script in processes of its own."""
+    """A training script in separate processes."""
 
     def __init__(self, main: Callable, arguments: list, *options):
         self.process = ForkedProcesses(main, list(map(str, arguments)), *options)
@@ -337,7 +337,7 @@ def metrics_of():
 
 @pytest.fixture(scope="session")
 def assert_same_run():
-    """Compare the last checkpoints of two runs and their logs, bit for bit."""
+    """Check that the last checkpoints of two runs and their logs are bit-identical."""
     return _assert_same_run
 
 
@@ -366,7 +366,7 @@ def _assert_same_run(folder: Path, expected: Path):
 
 
 def _assert_same_state(checkpoint: Path, expected: Path):
-    """Compare weights, EMA weights, optimizer and numbers, bit for bit."""
+    """Check that weights, EMA weights, optimizer and numbers are bit-identical."""
     files = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
     assert len(files) == 1 + sum(path.is_dir() for path in expected.iterdir())
     for file in files:

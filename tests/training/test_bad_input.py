@@ -48,13 +48,13 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        # By the parser. test_config.py has more of them.
+        # Rejected by the parser. test_config.py has more such cases.
         ({"learning_rat": 1}, "unknown argument '--learning_rat' (did you mean '--learning_rate'?)"),
         ({"train_batch_size": 0}, "--train_batch_size must be an integer, at least 1, got 0"),
         ({"skip_scaling": "cd"}, "--skip_scaling must be one of none, inv_sqrt2, constant, cs, ls, learnable, got "),
-        ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path exclude each other"),
+        ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path cannot be combined"),
         ({"dataset_name": "user/data", "train_data_dir": "folder"}, "dataset_name and train_data_dir are both given"),
-        # By the run, from the number of images and processes.
+        # Rejected by the run, because of the number of images and processes.
         ({"train_batch_size": 28}, "28 images (--train_batch_size 28 x --gradient_accumulation_steps 1 x 1 process"),
         ({"gradient_accumulation_steps": 7}, "but there are only 27 to train on: use a smaller batch"),
         ({"train_batch_size": None, "total_batch_size": 9, "gradient_accumulation_steps": 2},
@@ -64,7 +64,7 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
         ({"continuous_time": True, "ddpm_beta_schedule": "scaled_linear"}, "--continuous_time needs --ddpm_beta"),
         ({"report_to": "comet_ml"}, "--report_to comet_ml needs a package: pip install comet_ml"),
         ({"report_to": "tensorbord"}, "got 'tensorbord' (did you mean 'tensorboard'?)"),
-        # By the model and the data.
+        # Rejected because of the model and the data.
         ({"resolution": 12}, "the model has sample_size=8, but --resolution 12 needs 12"),
         ({**BUILT_IN, "resolution": 13}, "--resolution 13 is not divisible into patches for the small U-ViT; the"),
         ({**BUILT_IN, "resolution": 30, "model_type": "unet"}, "--resolution must be a multiple of 4 (the nearest: 28 or 32), got 30"),
@@ -102,7 +102,7 @@ def test_rejects_data_that_does_not_fit(refused, make_images, tmp_path):
     (tmp_path / "empty").mkdir()
     five = make_images("five", 5)
     rows = [
-        ({"train_data_dir": make_images("one", 1)}, "at least two are needed"),
+        ({"train_data_dir": make_images("one", 1)}, "at least two images are needed"),
         ({"train_data_dir": five, "image_column": "picture"}, "picture"),
         (
             {"train_data_dir": make_images("small", 5, size=1)},

@@ -114,7 +114,7 @@ def test_latest_skips_damaged_checkpoints(tmp_path):
 
 def test_named_checkpoint_must_be_complete_and_the_latest(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(UserError, match="has no checkpoint to resume from; leave the flag out to start a new run"):
+    with pytest.raises(UserError, match="has no checkpoint to resume from; omit the flag to start a new run"):
         checkpoints.find("latest")
     with pytest.raises(UserError, match=r"there is no checkpoint checkpoint-3; .* has no checkpoints"):
         checkpoints.find("checkpoint-3")
@@ -128,7 +128,7 @@ def test_named_checkpoint_must_be_complete_and_the_latest(tmp_path):
     assert checkpoints.find("checkpoint-1") == (first, [])
 
 
-def test_keeps_the_latest_and_what_is_not_a_checkpoint(tmp_path):
+def test_keeps_the_latest_checkpoints_and_other_files(tmp_path):
     for name in ("checkpoint-best", "checkpoint-7.bak", "samples"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-9").write_text("a file")
@@ -141,7 +141,7 @@ def test_keeps_the_latest_and_what_is_not_a_checkpoint(tmp_path):
     assert names_in(tmp_path) == ["checkpoint-5", "checkpoint-7.bak", "checkpoint-9", "checkpoint-best", "samples"]
 
 
-def test_json_is_written_completely_or_not_at_all(tmp_path):
+def test_json_is_written_atomically(tmp_path):
     file = tmp_path / "settings.json"
     write_json(file, {"a": 1})
     with pytest.raises(TypeError):

@@ -176,7 +176,7 @@ def test_rejects_unknown_and_invalid_options():
         ({"num_eval_images": 1}, "num_eval_images must be an integer, at least 2, got 1"),
         ({"train_batch_size": 2.5}, "train_batch_size must be an integer, at least 1, got 2.5"),
         ({"lr_scheduler": "cosin"}, r"lr_scheduler must be one of linear, .*\(did you mean 'cosine'\?\)"),
-        ({"model_type": "unet", "preset": "cifar10-unet"}, "--preset and --model_type exclude each other"),
+        ({"model_type": "unet", "preset": "cifar10-unet"}, "--preset and --model_type cannot be combined"),
         ({"latent_scale": 0.2}, "--latent_scale needs --pretrained_vae_model_name_or_path"),
         ({"hub_model_id": "user/name"}, "--hub_model_id needs --push_to_hub"),
         ({"hub_private_repo": True}, "--hub_private_repo needs --push_to_hub"),
@@ -204,7 +204,7 @@ WARMED_UP = {"lr_scheduler": "constant_with_warmup"}
         ({}, {"validation_prompts": ["a"]}, {"validation_prompts": ["b"]}, None),
         ({}, {}, {"allow_changed_settings": True, "resume_from_checkpoint": "latest", "push_to_hub": True}, None),
         ({}, {"model": "old words"}, {"model": "new words"}, None),
-        # The same, unless changes are allowed.
+        # These must stay the same unless changes are allowed.
         ({}, {}, {"learning_rate": 1.0}, "learning_rate was 0.0002 and is 1.0"),
         ({}, {}, {"seed": 1, "adam_beta1": 0.5}, "adam_beta1 was 0.9 and is 0.5; seed was 0 and is 1"),
         ({}, {}, {"total_batch_size": 16}, "total_batch_size was 8 and is 16"),

@@ -129,7 +129,7 @@ def test_skips_samples_that_are_not_finite(launch, evaluation, change_samples, t
 
 
 def test_failure_in_one_process_stops_both(launch, evaluation, change_samples, tmp_path):
-    """The other process skips the figures at the same time."""
+    """The other process skips the metrics at the same time."""
     change_samples(
         lambda output: output * math.inf if PartialState().is_main_process else output + torch.ones(7),
     )
@@ -162,7 +162,7 @@ def test_evaluation_does_not_change_training(train, evaluation, evaluated, metri
     assert losses == expected
 
 
-def test_resumed_run_has_the_same_figures(train, evaluation, evaluated, stopped_at, assert_same_run):
+def test_resumed_run_has_the_same_metrics(train, evaluation, evaluated, stopped_at, assert_same_run):
     folder = stopped_at(2, evaluated)
     train(folder, **evaluation, resume_from_checkpoint="latest")
     assert_same_run(folder, evaluated)
@@ -210,7 +210,7 @@ def test_mistakes_are_reported_before_the_first_step(refused, evaluation, make_n
         ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
         ({"eval_reference": "no/such/folder"}, "the reference no/such/folder does not exist"),
         ({"eval_reference": "gone.safetensors"}, "gone.safetensors does not exist"),
-        ({"eval_reference": larger}, "is of images with 16 x 16 pixels, but these have 8 x 8"),
+        ({"eval_reference": larger}, "has statistics of images with 16 x 16 pixels, but these have 8 x 8"),
         (
             {"eval_reference": smaller, "eval_features": other_network},
             "the statistics of the reference have 16 ",

@@ -109,7 +109,9 @@ class TestScaledModels:
 
     def test_rejects_another_scaling(self, build_kind):
         pipe = apply_skip_scaling(build_kind("sd1"), "cs")
-        with pytest.raises(UserError, match=r"was trained with .*'cs'.*; use the same, or call remove_skip_scaling"):
+        with pytest.raises(
+            UserError, match=r"was trained with .*'cs'.*; use the same scaling, or call remove_skip_scaling"
+        ):
             prepare_for_fine_tuning(pipe, "inv_sqrt2")
         assert skip_connections(pipe).config.method == "cs"
         prepare_for_fine_tuning(remove_skip_scaling(pipe), "inv_sqrt2")

@@ -200,7 +200,7 @@ def test_nonfinite_weights_are_not_saved(train, tmp_path, monkeypatch):
             run.modules["unet"].norm.bias.data[0] = math.inf
 
     monkeypatch.setattr(TrainingRun, "step", step_to_infinity)
-    message = r"step 8: the weights of unet\.norm\.bias are not finite, and were not saved"
+    message = r"step 8: the weights of unet\.norm\.bias are not finite and were not saved"
     with pytest.raises(TrainingStopped, match=message):
         train(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]

@@ -51,7 +51,7 @@ def test_losses_agree_in_float32(train, launch, metrics_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_rejects_processes_that_do_not_know_each_other(refused, monkeypatch):
+def test_rejects_unconnected_processes(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = refused()
     assert "2 processes were started, but accelerate finds no GPU for them: set ACCELERATE_USE_CPU=1" in message

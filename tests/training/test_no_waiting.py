@@ -101,7 +101,7 @@ def test_validation_runs_on_device(gpu_run, model_type):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_resumed_optimizer_state_is_on_device(fused):
-    """torch's AdamW counts steps on the CPU unless it is fused. All other state is beside its parameter."""
+    """torch's AdamW counts steps on the CPU unless it is fused. All other state is on the device of its parameter."""
     tensors = {"scale/step": torch.tensor(3.0), "scale/exp_avg": torch.tensor(0.5)}
     with fake_cuda():
         scale = torch.nn.Parameter(torch.ones((), device=DEVICE))

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed equals the run that was never killed, bit for bit."""
+"""A run that is killed and resumed is bit-identical to an uninterrupted run."""
 
 import json
 import resource
@@ -131,7 +131,7 @@ def test_signal_saves_and_explains_how_to_resume(launch, train, finished, weight
     step = int(checkpoint.removeprefix("checkpoint-"))
     (line,) = [line for line in errors.splitlines() if "stopped by" in line]
     assert f"train_unconditional: stopped by {number.name} after step {step} of 400" in line
-    assert line.endswith("the same command with --resume_from_checkpoint latest resumes")
+    assert line.endswith("add --resume_from_checkpoint latest to the same command to resume")
     assert "Traceback" not in errors
     assert step < 16
     train(folder, **RESUME)
@@ -181,7 +181,7 @@ def test_second_interrupt_stops_without_saving(launch, sampling, tmp_path):
         time.sleep(0.1)
     code, _, errors = running.wait()
     assert code == 130
-    message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if there is one"
+    message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if one exists"
     assert errors.splitlines()[-1] == f"train_unconditional: {message}"
     assert "Traceback" not in errors
     assert checkpoints_in(folder) == []
@@ -210,8 +210,8 @@ def test_rejects_checkpoints_of_older_versions(train, stopped_at):
         train(folder, **RESUME)
 
 
-def test_rejects_to_resume_without_a_checkpoint(refused):
-    assert "refused has no checkpoint to resume from; leave the flag out to start a new run" in refused(**RESUME)
+def test_rejects_resuming_without_a_checkpoint(refused):
+    assert "refused has no checkpoint to resume from; omit the flag to start a new run" in refused(**RESUME)
 
 
 def test_changed_settings_need_permission(train, stopped_at, metrics_of):

@@ -68,7 +68,7 @@ def test_settings_are_printed_and_saved(train, unconditional, tmp_path, capsys):
     unet = ScaleLongUnconditionalPipeline.from_pretrained(folder).unet
     parameters = sum(parameter.numel() for parameter in unet.parameters())
     assert settings["model"] == f"UViTModel, {parameters:,} parameters, {skip_connections(unet).config}"
-    assert settings["data"].endswith(": 27 to train on, 3 to validate with")
+    assert settings["data"].endswith(": 27 for training, 3 for validation")
     assert len(settings["data_fingerprint"]) == 16
     assert (settings["train_batch_size"], settings["total_batch_size"]) == (2, 4)
     assert (settings["max_train_steps"], settings["resolution"], settings["mixed_precision"]) == (4, 8, "no")
