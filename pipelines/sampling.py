@@ -111,8 +111,11 @@ class Sampling:
         # No process changes the folder before all have checked it and listed the missing images.
         team.wait_for_everyone()
         if team.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / SAMPLE_SETTINGS, self._settings)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(self.folder / SAMPLE_SETTINGS, self._settings)
+            except OSError as error:
+                raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
         team.wait_for_everyone()
         run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
         if team.is_main_process:

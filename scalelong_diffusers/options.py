@@ -20,12 +20,15 @@ import argparse
 import dataclasses
 import math
 import numbers
+import os
 import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
+
+import numpy as np
 
 from scalelong_diffusers.errors import UserError, did_you_mean
 
@@ -88,7 +91,7 @@ def option(default: Any, help: str, **details) -> Any:
 def options_of(config_class: type) -> Iterator[tuple[str, dataclasses.Field, Option]]:
     """Yield (flag, field, option) for each option of a config class and of the configs nested in it."""
     for field in dataclasses.fields(config_class):
-        if nested := _nested_config(config_class, field):
+        if nested := nested_config(config_class, field):
             yield from options_of(nested)
         elif details := field.metadata.get("option"):
             yield details.flag or field.name, field, details
@@ -97,6 +100,14 @@ def options_of(config_class: type) -> Iterator[tuple[str, dataclasses.Field, Opt
 def check_options(config: Any):
     """Raise a `UserError` if a field of the config has a wrong type or is out of bounds."""
     hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, nested = getattr(config, field.name), nested_config(type(config), field)
+        if nested is not None and value is not None and not isinstance(value, nested):
+            raise UserError(f"{field.name} must be a {nested.__name__}, got {value!r}")
+        if isinstance(value, np.generic):  # JSON cannot store it
+            object.__setattr__(config, field.name, value.item())
+        if isinstance(value, os.PathLike):
+            object.__setattr__(config, field.name, os.fspath(value))
     for field, details in _own_options(type(config)):
         _check_value(details.flag or field.name, getattr(config, field.name), hints[field.name], details)
 
@@ -153,7 +164,8 @@ def _literals(hint: Any) -> tuple[str, ...]:
     return tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
 
 
-def _nested_config(config_class: type, field: dataclasses.Field) -> type | None:
+def nested_config(config_class: type, field: dataclasses.Field) -> type | None:
+    """Return the config class of a field, or None for a field that is not a config."""
     kinds = _kinds(typing.get_type_hints(config_class)[field.name])
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
@@ -166,7 +178,7 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], **nested
     """
     fields = dict(nested_configs)
     for field in dataclasses.fields(config_class):
-        nested = _nested_config(config_class, field)
+        nested = nested_config(config_class, field)
         if nested is not None and field.name not in fields:
             fields[field.name] = dataclasses.replace(_default_of(field), **_given_fields(nested, values))
     return config_class(**fields, **_given_fields(config_class, values))
@@ -177,7 +189,7 @@ def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, An
     given = {}
     for field in dataclasses.fields(config_class):
         flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
-        if flag in values and _nested_config(config_class, field) is None:
+        if flag in values and nested_config(config_class, field) is None:
             value = values[flag]
             given[field.name] = tuple(value) if isinstance(value, list) else value
     return given

@@ -78,6 +78,8 @@ def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: floa
     Fine-tuning that raises the strength from 0 to 1 starts from the unchanged model. The strength is stored in the
     model's config, so a checkpoint reproduces its output.
     """
+    if strength is None:  # a config would replace it by 1
+        raise UserError("strength must be a number in [0, 1], got None")
     models = [model for model in _scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
     _check_any_scaled(models, model_or_pipeline)
     configs = [dataclasses.replace(model.skip_scaler.config, strength=strength) for model in models]

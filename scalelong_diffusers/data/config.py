@@ -1,6 +1,5 @@
 """`DataConfig`: the source of the images and their preprocessing."""
 
-import os
 from dataclasses import dataclass
 
 from scalelong_diffusers.errors import UserError
@@ -73,9 +72,6 @@ class DataConfig:
     )
 
     def __post_init__(self):
-        for name in ("train_data_dir", "cache_dir", "precomputed_dir"):
-            if isinstance(getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         check_options(self)
         given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) > 1:

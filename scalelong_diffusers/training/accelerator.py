@@ -33,7 +33,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             f"accelerate is configured for {accelerator.gradient_accumulation_steps} accumulation steps and "
             f"--gradient_accumulation_steps is {options.gradient_accumulation_steps}: make them equal"
         )
-    torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
+    if options.allow_tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
     return accelerator
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,7 @@ def _check_writable(folder: Path):
         probe.unlink()
     finally:
         for path in created:
-            if path.is_dir() and not any(path.iterdir()):
+            with suppress(OSError):  # another run may have started in the same parent
                 path.rmdir()
 
 
@@ -289,5 +290,8 @@ def _load_optimizer_state(run: "TrainingRun", tensors: dict[str, torch.Tensor], 
         name, entry = key.rsplit("/", 1)
         parameter = run.optimizer_step.named_parameters[name]
         # The fused AdamW counts steps on the device, other optimizers of torch on the CPU.
-        on_device = isinstance(value, torch.Tensor) and (entry != "step" or is_fused(optimizer))
-        optimizer.state[parameter][entry] = value.to(parameter.device) if on_device else value
+        if isinstance(value, torch.Tensor) and (entry != "step" or is_fused(optimizer)):
+            value = value.to(parameter.device)
+            if value.shape == parameter.shape:
+                value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its memory format
+        optimizer.state[parameter][entry] = value

@@ -15,6 +15,7 @@ from scalelong_diffusers.options import (
     as_flags,
     build_config,
     check_options,
+    nested_config,
     option,
     options_of,
 )
@@ -200,6 +201,8 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self):
+        if self.skip_scaling is not None:
+            object.__setattr__(self, "skip_scaling", SkipScalingConfig.parse(self.skip_scaling))
         check_options(self)
 
     @classmethod
@@ -263,8 +266,11 @@ def make_config(config_class: type[Config], **values) -> Config:
     if unknown := sorted(set(values) - accepted):
         raise UserError(f"{config_class.__name__} has no option {unknown[0]!r}{did_you_mean(unknown[0], accepted)}")
     values = {**config_class.implied_options(values), **values}
-    scaling = {"skip_scaling": config_class.default_skip_scaling, **values}
-    scaling = SkipScalingConfig.from_flags({flag: value for flag, value in scaling.items() if value is not None})
+    given = {"skip_scaling": config_class.default_skip_scaling, **values}
+    if isinstance(given["skip_scaling"], str | None):
+        scaling = SkipScalingConfig.from_flags({flag: value for flag, value in given.items() if value is not None})
+    else:
+        scaling = SkipScalingConfig.parse(given["skip_scaling"])
     return build_config(config_class, values, skip_scaling=scaling)
 
 
@@ -275,8 +281,9 @@ def make_parser(config_class: type[RunConfig], description: str) -> ArgumentPars
     default = config_class.default_skip_scaling or "the scaling of the pipeline, or ls if it has none"
     add_options(parser, SkipScalingConfig, "skip scaling", f"default of --skip_scaling: {default}", optional=True)
     for entry in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(entry.type) and entry.name != "skip_scaling":
-            add_options(parser, entry.type, entry.name, defaults=entry.default_factory())
+        group = nested_config(config_class, entry)
+        if group not in (None, SkipScalingConfig):
+            add_options(parser, group, entry.name, defaults=entry.default_factory())
     return parser
 
 

@@ -79,18 +79,18 @@ def _mean_losses(run: "TrainingRun", losses_of: "LossesOf") -> tuple[float, list
 def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int, columns: int | None = None):
     """Save a grid of images made with EMA weights as `samples/step-<step>.png`, unless they are not finite."""
 
-    def save():
-        try:
-            images = make_images(range(count))
-        except NonFiniteImages as error:
-            run.print(f"warning: step {run.global_step}: no samples: {error}")
-            return
+    def save(images: list[Image.Image]):
         folder = run.folder / "samples"
         folder.mkdir(exist_ok=True)
         save_image(grid(images, columns), folder / f"step-{run.global_step:06d}.png")
 
     with run.evaluating():
-        run.write("the samples", save)
+        try:
+            images = make_images(range(count)) if run.accelerator.is_main_process else []
+        except NonFiniteImages as error:
+            run.print(f"warning: step {run.global_step}: no samples: {error}")
+            images = []
+        run.write("the samples", lambda: save(images) if images else None)
 
 
 @dataclasses.dataclass(frozen=True)

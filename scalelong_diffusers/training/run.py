@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
-from scalelong_diffusers.data import Batch, TrainingData, UnreadableImage, load_training_data
+from scalelong_diffusers.data import Batch, TrainingData, load_training_data
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.models.mixin import SkipScalingMixin
@@ -59,7 +59,6 @@ class Progress:
     loss_sum: float = 0.0
     finite_steps: int = 0
     nonfinite_in_a_row: int = 0
-    logged_at: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -174,15 +173,15 @@ class TrainingRun:
         self.warmup_steps = (options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps) or 0
         self.settings = describe_settings(self)
         self._report_settings()
-        evaluates = self.config.monitoring.eval_steps > 0
-        self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
         self._prepare_models(optimizer)
         self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
-        self._seconds = 0.0
+        self._seconds, self._images = 0.0, 0  # since the last log line
         if self.config.output.resume_from_checkpoint is not None:
             self._resume(self.config.output.resume_from_checkpoint)
         self.optimizer_step.set_learning_rate(self.global_step)
+        evaluates = self.config.monitoring.eval_steps > 0
+        self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
         self.write("the settings", self._write_settings)
         self.write("the log", lambda: self.metrics.resume_at(self.global_step))
         if self.config.monitoring.report_to != "none":
@@ -249,8 +248,11 @@ class TrainingRun:
             # Counted from the first batch of this process, which begins a step also if the run was resumed.
             for count, batch in enumerate(self._readable(batches)):
                 self._begin(count % accumulation)
+                self._has_stepped = False
                 with self.accelerator.accumulate(*self.models.values()):
                     yield batch.to(self.device)
+                if not self._has_stepped:
+                    raise RuntimeError("the loss of each batch must be passed to run.step")
                 if self.accelerator.sync_gradients:
                     self._end_step()
                 self._started = time.perf_counter()
@@ -262,7 +264,9 @@ class TrainingRun:
             self.optimizer_step.update()
             self.global_step += 1
             self.optimizer_step.set_learning_rate(self.global_step)
+            self._images += self.size.total_batch_size
             self._bar.update()
+        self._has_stepped = True
         self._seconds += time.perf_counter() - self._started
 
     def is_due(self, every: int) -> bool:
@@ -383,9 +387,9 @@ class TrainingRun:
 
     def _warm_up(self, step: int):
         """Set the strength of the scaling in a step, counted from 0."""
-        if self.warmup_steps:
+        if self.warmup_steps and step <= self.warmup_steps:
             for module, strength in self._full_strength.items():
-                set_skip_scaling_strength(module, strength * min(1.0, step / self.warmup_steps))
+                set_skip_scaling_strength(module, strength * step / self.warmup_steps)
 
     def _end_step(self):
         log = self.is_due(self.config.monitoring.logging_steps) or bool(self._recorded)
@@ -423,12 +427,14 @@ class TrainingRun:
         return seen.interrupted
 
     def _report_nonfinite_steps(self, longest_run: int):
+        if self.optimizer_step.scaler_can_help():  # fp16 skips some steps to find a scale
+            return
         self.print(
             f"warning: step {self.global_step}: skipped updates with a non-finite loss or gradient (at most "
             f"{longest_run} in a row)"
         )
         limit = self.config.optimization.max_nonfinite_losses
-        if longest_run >= limit and not self.optimizer_step.scaler_can_help():
+        if longest_run >= limit:
             raise TrainingStopped(
                 f"step {self.global_step}: {longest_run} steps in a row had a non-finite loss or gradient; try a "
                 "lower --learning_rate, a longer --lr_warmup_steps, --mixed_precision bf16 or no, or check the data",
@@ -437,7 +443,6 @@ class TrainingRun:
 
     def _log(self):
         step, progress = self.global_step, self.progress
-        images = (step - progress.logged_at) * self.size.total_batch_size
         line = {
             "step": step,
             "epoch": step * self.size.total_batch_size / self.data.train.num_samples,
@@ -445,10 +450,10 @@ class TrainingRun:
             "grad_norm": self._grad_norm,
             "lr": self.optimizer_step.learning_rate,
             **self._recorded,
-            "images_per_second": images / self._seconds,
+            "images_per_second": self._images / self._seconds,
         }
-        self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row, logged_at=step)
-        self._recorded, self._seconds = {}, 0.0
+        self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row)
+        self._recorded, self._seconds, self._images = {}, 0.0, 0
         self.write("the log", lambda: self.metrics.write(line))
         scalars = {name: value for name, value in line.items() if isinstance(value, float)}
         self.accelerator.log(scalars, step=step)
@@ -512,8 +517,8 @@ class TrainingRun:
                         self._unreadable.add(name)
                         tqdm.write(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
                 yield batch
-        except (UnreadableImage, OSError) as error:
-            raise TrainingStopped(str(error), exit_code=2) from error
+        except UserError as error:  # in this process only
+            raise TrainingStopped(" ".join(str(error).split()), exit_code=2) from error
 
 
 def _enable_gradient_checkpointing(module: nn.Module):

@@ -1,13 +1,16 @@
 """The size and the settings of a run. Settings are printed, stored in the folder and compared when a run resumes."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from diffusers import ModelMixin
 from torch import nn
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import checksum
 from scalelong_diffusers.options import flat_options, options_of
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.scaling import SkipScalingConfig
@@ -73,6 +76,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         "data": f"{run.data.description}: {train:,} for training, {validation:,} for validation",
         "data_fingerprint": run.data.fingerprint,
         "model": _describe_model(run.modules["unet"], scaling),
+        "architecture": _architecture_checksum(run.modules["unet"]),
     }
     return {name: value for name, value in sorted(settings.items()) if name != "hub_token"}
 
@@ -85,6 +89,12 @@ def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
     return f"{type(model).__name__}, {total:,} parameters{part}, {scaling}"
 
 
+def _architecture_checksum(model: ModelMixin) -> str:
+    """Return a checksum of the model's config without its skip scaling, whose fields are settings of their own."""
+    config = {name: value for name, value in model.config.items() if name[0] != "_" and name != "skip_scaling"}
+    return checksum(json.dumps(config, sort_keys=True))[:12]
+
+
 # These must be equal if a run evaluates before and after it is resumed, so that FID and KID are comparable.
 _EVALUATION_SETTINGS = {
     *("num_eval_images", "eval_metric", "eval_features", "eval_reference", "num_inference_steps", "guidance_scale")
@@ -95,7 +105,9 @@ def check_same_settings(
     checkpoint: str, config: RunConfig, before: dict[str, Any], now: dict[str, Any], allow_changes: bool
 ):
     """Raise a `UserError` if a run is resumed with settings that must not change."""
+    now = json.loads(json.dumps(now))  # as `before` was stored
     on_resume = {flag: details.on_resume for flag, _, details in options_of(type(config))}
+    on_resume["architecture"] = "fixed"
     free = {name for name, rule in on_resume.items() if rule == "free"} | {"model", "num_processes"}
     # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
     if now["lr_scheduler"].startswith("constant"):
@@ -113,14 +125,13 @@ def check_same_settings(
         for name in {**before, **now}
         if name not in free and before.get(name) != now.get(name)
     }
+    if fixed := [change for name, change in changed.items() if on_resume.get(name) == "fixed"]:
+        raise UserError(f"{checkpoint} holds the weights of another model: {'; '.join(fixed)}; start a new run")
     if changed and not allow_changes:
         raise UserError(
             f"{checkpoint} belongs to a run with other settings: {'; '.join(changed.values())}; pass the same "
             "settings, or --allow_changed_settings"
         )
-    fixed = [change for name, change in changed.items() if on_resume.get(name) == "fixed"]
-    if fixed:
-        raise UserError(f"{checkpoint} holds the weights of another model: {'; '.join(fixed)}; start a new run")
 
 
 def inexact_resume_warning(before: dict[str, Any], now: dict[str, Any]) -> str | None:

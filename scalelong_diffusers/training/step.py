@@ -97,7 +97,8 @@ class OptimizerStep:
             self.optimizer.step()
         elif is_finite:  # a custom optimizer, which cannot skip a step on the device
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        for parameter in self.parameters:  # also of those that a custom optimizer leaves out
+            parameter.grad = None
         if self.ema is not None:
             self.ema.step(self.parameters)
         self._count(is_finite, norm)
