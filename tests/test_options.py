@@ -1,9 +1,11 @@
 """Options: one field says the default, the help, the bounds, and what happens on resume."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from scalelong_diffusers.errors import UserError, did_you_mean
@@ -120,3 +122,14 @@ def test_messages_name_flags():
     assert as_flags("something else", ["rate"]) == "something else"
     assert did_you_mean("kapa", ["kappa"]) == " (did you mean 'kappa'?)"
     assert did_you_mean("xyz", ["kappa"]) == ""
+
+
+def test_converts_numpy_numbers_and_paths():
+    config = Outer(inner=Inner(rate=np.float32(0.5), steps=np.int64(3)), words=("a",))
+    assert json.loads(json.dumps(flat_options(config)))["steps"] == 3
+    assert type(config.inner.steps) is int
+
+
+def test_rejects_another_type_for_a_nested_config():
+    with pytest.raises(UserError, match=r"inner must be a Inner, got \{'rate': 1\}"):
+        Outer(inner={"rate": 1})

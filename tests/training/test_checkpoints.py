@@ -148,3 +148,11 @@ def test_json_is_written_atomically(tmp_path):
         write_json(file, {"a": object()})
     assert file.read_text() == '{\n  "a": 1\n}\n'
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("limit", range(1, 8))
+def test_keeps_as_many_checkpoints_as_the_limit(tmp_path, limit):
+    checkpoints = Checkpoints(tmp_path, limit)
+    for step in range(1, 11):
+        checkpoints.save(step, write_files)
+        assert checkpoints.steps() == list(range(max(1, step - limit + 1), step + 1))

@@ -1,5 +1,6 @@
 """Training without a command line: in notebooks, in threads, and with a custom optimizer."""
 
+import shutil
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -123,3 +124,52 @@ def test_custom_optimizer_skips_nonfinite_steps_and_resumes(nested_config, weigh
     expected = weights_of(tmp_path / "run", 4)
     for name, tensor in weights_of(tmp_path / "resumed", 4).items():
         assert torch.equal(tensor, expected[name])
+
+
+@pytest.fixture
+def tiny_run(nested_config, fresh_accelerator, tmp_path):
+    """A run that is set up but not started, and its model."""
+    run = TrainingRun(nested_config(tmp_path / "run"))
+    run.load_data()
+    return run, run.build_model()
+
+
+def test_every_batch_must_be_passed_to_step(tiny_run):
+    run, unet = tiny_run
+    run.start({"unet": unet})
+    with pytest.raises(RuntimeError, match=r"must be passed to run\.step"):
+        list(run)
+
+
+def test_channels_last_weights_are_saved_and_resumed(nested_config, metrics_of, tmp_path):
+    losses = []
+    for resume in (None, "checkpoint-2"):
+        config = nested_config(tmp_path / "run", max_train_steps=3)
+        config = replace(config, output=replace(config.output, resume_from_checkpoint=resume))
+        if resume is not None:
+            shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+        run = TrainingRun(config)
+        run.load_data()
+        unet = run.build_model()
+        run.start({"unet": unet.to(memory_format=torch.channels_last)})
+        for batch in run:
+            images = batch["pixel_values"]
+            run.step(run.models["unet"](images, 10).sample.square().mean(dim=(1, 2, 3)))
+        state = run.optimizer_step.optimizer.state[unet.patch_embed.weight]["exp_avg"]
+        assert state.is_contiguous(memory_format=torch.channels_last)
+        losses.append(metrics_of(run.folder)[-1]["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_another_architecture_is_not_resumed(nested_config, tiny_config, tmp_path):
+    config = nested_config(tmp_path / "run")
+    train_unconditional.train(config)
+    file = tiny_config / "config.json"
+    before = file.read_text()
+    try:
+        file.write_text(before.replace('"num_attention_heads": 2', '"num_attention_heads": 4'))
+        resumed = replace(config.output, resume_from_checkpoint="checkpoint-3")
+        with pytest.raises(UserError, match="holds the weights of another model: architecture was"):
+            train_unconditional.train(replace(config, output=resumed))
+    finally:
+        file.write_text(before)
