@@ -410,7 +410,7 @@ class TestRejects:
             ({"skip_scaling_warmup_steps": 5}, "--skip_scaling_warmup_steps 5 has nothing to warm up: ls starts with"),
             ({"skip_scaling": "cs", "skip_scaling_warmup_steps": 16}, "does not end within the run's 16 steps"),
             ({"skip_scaling": "cs"}, "--skip_scaling_warmup_steps 500 does not end within the run's 16 steps"),
-            ({"resolution": 15}, "--resolution must be a positive multiple of 2, got 15; the nearest: 14 or 16"),
+            ({"resolution": 15}, "--resolution must be a multiple of 2 (the nearest: 14 or 16), got 15"),
             ({"lora_rank": 2, "push_to_hub": True}, "is a folder: pass a Hub id, or push later with push_adapter"),
             (
                 {"validation_prompts": ["red " * 9]},

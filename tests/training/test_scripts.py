@@ -250,7 +250,7 @@ def test_run_is_pushed_with_its_card_and_a_failed_push_keeps_the_model(hub, tiny
     assert "validation loss (fixed noise, held-out images)" in done.stdout
     assert "| steps | 2 |" in done.stdout
     (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: the push")]
-    assert "the model is complete in" in warning
+    assert "the model is saved in" in warning
     assert "push_to_hub(" in warning
     for token in (hub.owner_token, hub.reader_token):
         assert token not in done.stdout + done.stderr
