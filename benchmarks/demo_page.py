@@ -138,11 +138,13 @@ def _verdict(runs: list[Run]) -> str:
     if None in losses:
         return f"The model {labels[losses.index(None)]} diverged."
     lower = losses.index(min(losses))
-    return (
-        f"The model {labels[lower]} ended with the lower validation loss: {losses[lower]:.4f} against "
-        f"{losses[1 - lower]:.4f}. Of {len(runs[0].images)} images, {correct[0]} are correct {labels[0]} and "
-        f"{correct[1]} {labels[1]}."
+    shown = [f"{loss:.4f}" for loss in losses]
+    outcome = (
+        f"Both models ended with a validation loss of {shown[0]}."
+        if shown[0] == shown[1]
+        else f"The model {labels[lower]} ended with the lower validation loss: {shown[lower]}, not {shown[1 - lower]}."
     )
+    return f"{outcome} Of {len(runs[0].images)} images, {correct[0]} are correct {labels[0]} and {correct[1]} {labels[1]}."
 
 
 def _results(runs: list[Run]) -> str:
@@ -154,7 +156,9 @@ def _results(runs: list[Run]) -> str:
         f"images with the right color (of {len(COLORS)})": lambda run: _fraction_correct(run, slice(0, 1)),
         f"images with the right shape (of {len(SHAPES)})": lambda run: _fraction_correct(run, slice(1, 2)),
         "images with both right": lambda run: _fraction_correct(run, slice(None)),
-        "training images per second": lambda run: f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}",
+        "training images per second (depends on other load)": lambda run: (
+            f"{statistics.median(v for _, v in _curve(run, _SPEED)):.0f}"
+        ),
     }
     heads = "".join(f'<th scope="col">{html.escape(run.label)}</th>' for run in runs)
     lines = [

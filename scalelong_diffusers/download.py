@@ -111,7 +111,7 @@ def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
             is_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
             reason = "not a complete PyTorch file" if is_torch else " ".join(str(error).split())
             # diffusers applies force_download only to the configs of a pipeline, so it would not help.
-            is_local = os.path.isdir(source)
+            is_local = os.path.exists(source)
             advice = "save or copy it again" if is_local else f"load again after `hf cache rm model/{source}`"
             what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
             problem = f"{what} in {source} are damaged or incompletely downloaded ({reason}): {advice}"

@@ -17,5 +17,8 @@ class UserError(ValueError):
 def did_you_mean(word: Any, accepted: Iterable[str]) -> str:
     """Return ` (did you mean 'kappa'?)` if `word` is close to an accepted name, else an empty string."""
     by_lower = {known.lower(): known for known in accepted}
+    spelled_out = str(word).lower().replace("pp", "++")  # as in dpmpp for dpm++
+    if spelled_out in by_lower:
+        return f" (did you mean {by_lower[spelled_out]!r}?)"
     close = [by_lower[near] for near in difflib.get_close_matches(str(word).lower(), by_lower, n=1)]
     return f" (did you mean {close[0]!r}?)" if close else ""

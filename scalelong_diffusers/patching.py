@@ -173,6 +173,8 @@ def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[n
             name = type(model_or_pipeline).__name__
             raise UserError(f"{name} has no model that can be scaled; it has: {components}")
     for model in models:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"expected a model or a pipeline, got {model!r}; load it with from_pretrained first")
         _check_scalable(model)
     return models
 

@@ -46,7 +46,9 @@ class FineTuningConfig(RunConfig):
     lora_rank: int | None = option(
         None, "train a LoRA of this rank and the gates instead of the whole U-Net", at_least=1, on_resume="fixed"
     )
-    lora_alpha: float | None = option(None, "scale of the LoRA: lora_alpha / lora_rank (default: 1)", above=0)
+    lora_alpha: float | None = option(
+        None, "the LoRA is scaled by lora_alpha / lora_rank (default: the rank, a scale of 1)", above=0
+    )
     noise_offset: float = option(0.0, "strength of noise that is constant over each channel; 0.1 is usual", at_least=0)
     proportion_empty_prompts: float = option(0.0, "probability of dropping a caption", at_least=0, below=1)
     use_8bit_adam: bool = option(False, "use the 8-bit AdamW of bitsandbytes")

@@ -3,7 +3,7 @@ Train a class-conditional diffusion model with scaled long skips: a U-ViT or a d
 
     accelerate launch train/train_class_conditional.py --train_data_dir flowers --resolution 64 --output_dir out
     accelerate launch -m scalelong_diffusers.train.train_class_conditional --preset imagenet64-uvit-m-4 \
-        --dataset_name imagenet-1k
+        --dataset_name ILSVRC/imagenet-1k
 
 The data can be a folder with one subfolder per class. Without a dataset, the script trains on shapes that the package
 draws. The output folder is a pipeline: `ScaleLongClassConditionalPipeline.from_pretrained("out")("cat")`.

@@ -13,7 +13,7 @@ def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser(
         "convert",
         help="turn a .pth of U-ViT or ScaleLong into the folder of a UViTModel",
-        description="The flags provide the settings that the weights do not contain.",
+        description="Convert a .pth of U-ViT or ScaleLong. The flags give settings that the weights do not contain.",
     )
     parser.add_argument("source", metavar="IN", help="a .pth, or a training folder with nnet_ema.pth")
     parser.add_argument("target", metavar="OUT", help="folder to write; it must not exist or must be empty")

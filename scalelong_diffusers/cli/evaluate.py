@@ -97,8 +97,9 @@ def add_command(commands: argparse._SubParsersAction):
         "evaluate",
         help="compute FID and KID of a pipeline or a folder of images",
         description=(
-            "If interrupted or called again, the command makes only the missing images. With accelerate launch "
-            "(-m scalelong_diffusers.cli evaluate ...) or torchrun, all processes share the work."
+            "Compute FID and KID of a pipeline or a folder of images. If interrupted or called again, the command "
+            "makes only the missing images. With accelerate launch (-m scalelong_diffusers.cli evaluate ...) or "
+            "torchrun, all processes share the work."
         ),
     )
     parser.add_argument("model", help="a pipeline (a local folder or an id on the Hub), or a folder of images")

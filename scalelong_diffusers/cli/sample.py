@@ -42,8 +42,8 @@ def add_command(commands: argparse._SubParsersAction):
         "sample",
         help="make images with a pipeline",
         description=(
-            "Each image depends only on the seed and its number. If interrupted, or called again for more images, the "
-            "command makes only the missing ones."
+            "Make images with a pipeline. Each image depends only on the seed and its number. If interrupted, or "
+            "called again for more images, the command makes only the missing ones."
         ),
     )
     parser.add_argument("model", help="a pipeline: a local folder or an id on the Hub")

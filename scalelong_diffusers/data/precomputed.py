@@ -49,8 +49,10 @@ class PrecomputedDataset:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         index = read_index(self.folder)
-        if index is None or not index["finished"]:
-            raise UserError(f"the precomputed latents in {folder} are missing or unfinished: {RERUN} to resume")
+        if index is None:
+            raise UserError(f"{folder} holds no precomputed latents: precompute_latents.py writes them")
+        if not index["finished"]:
+            raise UserError(f"the precomputed latents in {folder} are unfinished: {RERUN} to resume")
         self.made_of: dict[str, Any] = index["made_of"]
         self.images: dict[str, Any] = index["images"]
         # Checksums are verified when rows are read: verifying all of them here could take an hour.

@@ -167,7 +167,7 @@ class SkipScalingConfig:
         """Return the config from values by flag, as in `vars(parser.parse_args())`, or None if no flag is set."""
         given = [flag for flag, _, _ in options_of(cls) if values.get(flag) is not None]
         if given and "skip_scaling" not in given:
-            raise UserError(f"{given[0]} needs skip_scaling; accepted: {', '.join(METHODS)}")
+            raise UserError(f"{given[0]} needs a method in skip_scaling; accepted: {', '.join(METHODS)}")
         return build_config(cls, values) if given else None
 
     @classmethod

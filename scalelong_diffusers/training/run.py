@@ -172,13 +172,13 @@ class TrainingRun:
         self.size = RunSize.of(self.config, self.accelerator.num_processes, self.data.train.num_samples)
         self.warmup_steps = (options.skip_scaling_warmup_steps if warmup_steps is None else warmup_steps) or 0
         self.settings = describe_settings(self)
-        self._report_settings()
         self._prepare_models(optimizer)
         self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds, self._images = 0.0, 0  # since the last log line
         if self.config.output.resume_from_checkpoint is not None:
             self._resume(self.config.output.resume_from_checkpoint)
+        self._report_settings()
         self.optimizer_step.set_learning_rate(self.global_step)
         evaluates = self.config.monitoring.eval_steps > 0
         self._evaluation = SampleEvaluation.from_run(self) if evaluates else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from diffusers import ModelMixin
 from torch import nn
 
+from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
 from scalelong_diffusers.options import flat_options, options_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.training.run import TrainingRun
 
 DEFAULT_BATCH_SIZE = 16
+_SHOWN_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,20 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         "resolution": run.resolution,
         "mixed_precision": run.accelerator.mixed_precision,
         "skip_scaling_warmup_steps": run.warmup_steps,
-        "data": f"{run.data.description}: {train:,} for training, {validation:,} for validation",
+        "data": f"{run.data.description}: {train:,} for training, {validation:,} for validation"
+        + _describe_classes(run.data),
         "data_fingerprint": run.data.fingerprint,
         "model": _describe_model(run.modules["unet"], scaling),
         "architecture": _architecture_checksum(run.modules["unet"]),
     }
     return {name: value for name, value in sorted(settings.items()) if name != "hub_token"}
+
+
+def _describe_classes(data: TrainingData) -> str:
+    names = data.class_names or []
+    more = ", ..." if len(names) > _SHOWN_CLASSES else ""
+    listed = f": {', '.join(names[:_SHOWN_CLASSES])}{more}" if names else ""
+    return "" if data.num_classes is None else f"; {data.num_classes:,} classes{listed}"
 
 
 def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
@@ -90,7 +100,7 @@ def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
 
 
 def _architecture_checksum(model: ModelMixin) -> str:
-    """Return a checksum of the model's config without its skip scaling, whose fields are settings of their own."""
+    """Return a checksum of the model's config without its skip scaling, whose fields are compared one by one."""
     config = {name: value for name, value in model.config.items() if name[0] != "_" and name != "skip_scaling"}
     return checksum(json.dumps(config, sort_keys=True))[:12]
 

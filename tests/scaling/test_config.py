@@ -75,7 +75,9 @@ def test_builds_the_same_config_from_flags(values):
 def test_flags_without_a_method():
     assert SkipScalingConfig.from_flags({"skip_scaling": None, "kappa": None, "seed": 0}) is None
     for flag in ("kappa", "skip_scaling_init"):
-        with pytest.raises(UserError, match=f"^{flag} needs skip_scaling; accepted: none, inv_sqrt2, constant, cs"):
+        with pytest.raises(
+            UserError, match=f"^{flag} needs a method in skip_scaling; accepted: none, inv_sqrt2, constant, cs"
+        ):
             SkipScalingConfig.from_flags({flag: "x"})
 
 

@@ -402,7 +402,7 @@ class TestRejects:
             ({"lora_ranks": 4}, "unknown argument '--lora_ranks' (did you mean '--lora_rank'?)"),
             ({"lora_rank": 0}, "--lora_rank must be an integer, at least 1, got 0"),
             ({"lora_alpha": 2}, "lora_alpha=2.0 needs lora_rank"),
-            ({"kappa": 0.5}, "--kappa needs skip_scaling"),
+            ({"kappa": 0.5}, "--kappa needs a method in skip_scaling"),
             (
                 {"skip_scaling": "cs", "skip_scaling_warmup_steps": 0},
                 "would change the output abruptly: pass a",

@@ -271,7 +271,7 @@ def test_scripts_reject_other_encoders_and_folders(train, latents, encoders, vae
             {"pretrained_vae_model_name_or_path": None},
             f"--pretrained_vae_model_name_or_path {encoders / 'vae0'}",
         ),
-        ({"precomputed_dir": tmp_path}, "are missing or unfinished"),
+        ({"precomputed_dir": tmp_path}, "holds no precomputed latents"),
         ({"eval_steps": 2, "eval_features": network}, "--eval_reference"),
     ):
         with pytest.raises(UserError, match=message):
@@ -415,9 +415,7 @@ def test_resumes_two_killed_processes(launch_script, precompute_flags, precomput
     assert not json.loads((folder / "index.json").read_text())["finished"]
     damaged = folder / sorted(before)[2]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    with pytest.raises(
-        UserError, match=r"are missing or unfinished: run the same precompute_latents\.py command again"
-    ):
+    with pytest.raises(UserError, match=r"are unfinished: run the same precompute_latents\.py command again"):
         load(folder)
 
     # Both processes resume, and stop together at an unreadable image.
