@@ -144,7 +144,8 @@ def _verdict(runs: list[Run]) -> str:
         if shown[0] == shown[1]
         else f"The model {labels[lower]} ended with the lower validation loss: {shown[lower]}, not {shown[1 - lower]}."
     )
-    return f"{outcome} Of {len(runs[0].images)} images, {correct[0]} are correct {labels[0]} and {correct[1]} {labels[1]}."
+    counts = f"{correct[0]} are correct {labels[0]} and {correct[1]} {labels[1]}"
+    return f"{outcome} Of {len(runs[0].images)} images, {counts}."
 
 
 def _results(runs: list[Run]) -> str:
