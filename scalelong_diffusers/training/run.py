@@ -427,14 +427,12 @@ class TrainingRun:
         return seen.interrupted
 
     def _report_nonfinite_steps(self, longest_run: int):
-        if self.optimizer_step.scaler_can_help():  # fp16 skips some steps to find a scale
-            return
         self.print(
             f"warning: step {self.global_step}: skipped updates with a non-finite loss or gradient (at most "
             f"{longest_run} in a row)"
         )
         limit = self.config.optimization.max_nonfinite_losses
-        if longest_run >= limit:
+        if longest_run >= limit and not self.optimizer_step.scaler_can_help():
             raise TrainingStopped(
                 f"step {self.global_step}: {longest_run} steps in a row had a non-finite loss or gradient; try a "
                 "lower --learning_rate, a longer --lr_warmup_steps, --mixed_precision bf16 or no, or check the data",
