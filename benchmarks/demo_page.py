@@ -144,8 +144,8 @@ def _verdict(runs: list[Run]) -> str:
         if shown[0] == shown[1]
         else f"The model {labels[lower]} ended with the lower validation loss: {shown[lower]}, not {shown[1 - lower]}."
     )
-    counts = f"{correct[0]} are correct {labels[0]} and {correct[1]} {labels[1]}"
-    return f"{outcome} Of {len(runs[0].images)} images, {counts}."
+    counts = f"{correct[0]} {labels[0]}, {correct[1]} {labels[1]}"
+    return f"{outcome} Images with the right color and shape, of {len(runs[0].images)}: {counts}."
 
 
 def _results(runs: list[Run]) -> str:

@@ -226,7 +226,7 @@ def test_page_starts_with_a_verdict_and_ends_with_next_steps(opened):
     assert re.fullmatch(
         r"(The model with(out scaling| CS) ended with the lower validation loss: [\d.]+, not [\d.]+\.|"
         r"Both models ended with a validation loss of [\d.]+\.) "
-        r"Of 30 images, \d+ are correct without scaling and \d+ with CS\.",
+        r"Images with the right color and shape, of 30: \d+ without scaling, \d+ with CS\.",
         verdict,
     )
     assert "docs/train_on_your_images.md" in page.locator("section", has_text="Next").last.inner_text()
