@@ -453,3 +453,11 @@ def test_restoring_a_copy_keeps_the_original_scaled(ddpm):
     scaled = output(model, inputs)
     remove_skip_scaling(deepcopy(model))
     assert torch.equal(output(model, inputs), scaled)
+
+
+def test_second_class_for_a_plain_class_does_not_replace_ours(ddpm):
+    class AnotherUNet(SkipScalingMixin, diffusers.UNet2DModel):
+        skip_layout = UpBlockSkips(argument=1)
+
+    assert type(apply_skip_scaling(ddpm.build(), "cs")) is ScaleLongUNet2DModel
+    assert skip_connections(AnotherUNet(**ddpm.config, skip_scaling="cs")).config.method == "cs"

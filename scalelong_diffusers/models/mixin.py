@@ -63,7 +63,10 @@ class SkipScalingMixin(HubMixin):
             if "__init__" not in cls.__dict__:
                 cls._plain_class = next(base for base in cls.__bases__ if issubclass(base, ModelMixin))
                 cls.__init__ = _init_with_skip_scaling(cls._plain_class)
-            _SCALED_CLASSES[cls._plain_class] = cls
+            registered = _SCALED_CLASSES.get(cls._plain_class)
+            # Another class of the user's for a plain class of ours must not change what apply_skip_scaling returns.
+            if registered is None or registered.__module__ != "scalelong_diffusers":
+                _SCALED_CLASSES[cls._plain_class] = cls
         if cls.__module__.startswith("scalelong_diffusers."):
             # Pipelines record the module of a class. This must not change when a file moves.
             cls.__module__ = "scalelong_diffusers"

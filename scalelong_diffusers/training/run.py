@@ -162,9 +162,9 @@ class TrainingRun:
         Prepare training, and resume if the config names a checkpoint.
 
         Args:
-            modules: the trained models, by the names of their folders in a checkpoint.
-            optimizer: the fused AdamW of the config by default. With an optimizer that is not fused, each step waits
-                for the device to learn whether the loss is finite.
+            modules: the trained models, by the names of their folders in a checkpoint. One of them is "unet".
+            optimizer: the fused AdamW of the config by default. With an optimizer that is not a fused Adam or AdamW,
+                each step waits for the device to learn whether the loss is finite.
             warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
         """
         options = self.config.optimization
@@ -302,6 +302,9 @@ class TrainingRun:
     def save(self, pipeline: DiffusionPipeline, card: Mapping[str, Any] | None = None):
         """
         End the run: save the pipeline with EMA weights into the run's folder, and push it if `push_to_hub` is set.
+
+        Afterwards the models in memory have their raw weights and are in training mode again. To sample, load the
+        folder.
 
         Args:
             card: more fields of `CardFacts` for the model card.

@@ -158,4 +158,5 @@ def adamw(config: OptimizationConfig, parameters: list[nn.Parameter]) -> torch.o
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
+    """Return whether an optimizer reads `found_inf`. A fused SGD does, but starts its momentum in a skipped step."""
+    return isinstance(optimizer, torch.optim.Adam) and all(group.get("fused") for group in optimizer.param_groups)
