@@ -224,7 +224,10 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        # A description of several lines, such as the docstring of a script, keeps its lines.
+        keeps_lines = "\n" in (kwargs.get("description") or "")
+        formatter = argparse.RawDescriptionHelpFormatter if keeps_lines else argparse.HelpFormatter
+        super().__init__(*args, allow_abbrev=False, formatter_class=formatter, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
