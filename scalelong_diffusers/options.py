@@ -18,6 +18,7 @@ config = build_config(NoiseConfig, vars(parser.parse_args(["--snr_gamma", "5"]))
 
 import argparse
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -99,7 +100,7 @@ def options_of(config_class: type) -> Iterator[tuple[str, dataclasses.Field, Opt
 
 def check_options(config: Any):
     """Raise a `UserError` if a field of the config has a wrong type or is out of bounds."""
-    hints = typing.get_type_hints(type(config))
+    hints = _hints(type(config))
     for field in dataclasses.fields(config):
         value, nested = getattr(config, field.name), nested_config(type(config), field)
         if nested is not None and value is not None and not isinstance(value, nested):
@@ -152,6 +153,11 @@ def _expected(hint: Any, details: Option) -> str:
     return "a list of strings" if tuple in kinds else "a string"
 
 
+@functools.lru_cache  # a config is also checked in each step of a warm-up
+def _hints(config_class: type) -> dict[str, Any]:
+    return typing.get_type_hints(config_class)
+
+
 def _kinds(hint: Any) -> set[Any]:
     """Return the types of a hint such as `float | None` or `tuple[str, ...]`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -166,7 +172,7 @@ def _literals(hint: Any) -> tuple[str, ...]:
 
 def nested_config(config_class: type, field: dataclasses.Field) -> type | None:
     """Return the config class of a field, or None for a field that is not a config."""
-    kinds = _kinds(typing.get_type_hints(config_class)[field.name])
+    kinds = _kinds(_hints(config_class)[field.name])
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
@@ -271,7 +277,7 @@ def add_options(
     defaults of the fields.
     """
     group = parser if title is None else parser.add_argument_group(title, description)
-    hints = typing.get_type_hints(config_class)
+    hints = _hints(config_class)
     for field, details in _own_options(config_class):
         flag = details.flag or field.name
         if flag not in without:
@@ -308,7 +314,7 @@ def _metavar(flag: str, kinds: set[Any]) -> str:
 def _help(default: Any, details: Option) -> str:
     if default is None or default is dataclasses.MISSING or default == ():
         return details.help.replace("%", "%%")
-    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    shown = ("on" if default else "off") if isinstance(default, bool) else default
     return f"{details.help} (default: {shown})".replace("%", "%%")
 
 

@@ -318,6 +318,22 @@ def paper_reading():
 
 
 @pytest.fixture
+def scalelong(capsys):
+    """Run a command in this process and return its exit code, stdout and stderr."""
+    from scalelong_diffusers.cli import main
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
 def in_fresh_process(tmp_path):
     """Return a function that runs Python code in a new process outside the checkout, and returns its output."""
 

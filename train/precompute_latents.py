@@ -1,4 +1,4 @@
-"""
+r"""
 Encode a dataset once, so that training does not repeat it in each epoch.
 
     accelerate launch train/precompute_latents.py --train_data_dir flowers --resolution 256 --center_crop \
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scalelong_diffusers import options
-from scalelong_diffusers.data import DataConfig, load_training_data
+from scalelong_diffusers.data import load_training_data
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.options import option
 from scalelong_diffusers.processes import processes
-from scalelong_diffusers.training.precomputing import DTYPES, Encoders, PrecomputedWriter
+from scalelong_diffusers.training.precomputing import DTYPES, Encoders, PrecomputeDataConfig, PrecomputedWriter
 from scalelong_diffusers.training.script import TrainingStopped, run_script
 
 
@@ -46,7 +46,7 @@ class PrecomputeConfig:
     batch_size: int = option(16, "images per process and encoder call", at_least=1)
     rows_per_shard: int = option(1024, "images per file", at_least=1)
     dtype: str = option("fp32", "dtype of the stored latents; fp16 halves the size but rounds", choices=DTYPES)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: PrecomputeDataConfig = field(default_factory=PrecomputeDataConfig)
 
     def __post_init__(self):
         options.check_options(self)
@@ -55,12 +55,10 @@ class PrecomputeConfig:
 
 
 def main(argv: Sequence[str] | None = None):
-    parser = options.ArgumentParser(
-        description="Encode a dataset once, so that training does not repeat it in each epoch."
-    )
+    parser = options.ArgumentParser(usage="%(prog)s [options]", description=__doc__.strip())
     options.add_options(parser, PrecomputeConfig)
     held_out_in_training = ("precomputed_dir", "max_train_samples", "validation_size")
-    options.add_options(parser, DataConfig, "data", without=held_out_in_training)
+    options.add_options(parser, PrecomputeDataConfig, "data", without=held_out_in_training)
     config = options.parse_options(parser, PrecomputeConfig, argv)
     try:
         precompute(config)

@@ -4,6 +4,7 @@ The `checkpoint-<step>` folders of a run: written atomically, and verified befor
 A checkpoint holds weights and EMA weights, mostly as model folders, the optimizer's state, and the run's progress.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -185,7 +186,7 @@ def _check_writable(folder: Path):
                 path.rmdir()
 
 
-# Raised when a checkpoint of an older version cannot be resumed exactly.
+# To be increased if checkpoints of the present version could not be resumed exactly.
 FORMAT_VERSION = 2
 
 _STATE_FILE = "state.json"
@@ -210,7 +211,7 @@ def save_state(run: "TrainingRun", folder: Path):
         "optimizer": numbers,
         "ema_steps": None if run.ema is None else run.ema.optimization_step,
         "scaler": None if scaler is None else scaler.state_dict(),
-        "progress": run.progress.to_dict(),
+        "progress": dataclasses.asdict(run.progress),
     }
     (folder / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
 

@@ -76,13 +76,13 @@ def _mean_losses(run: "TrainingRun", losses_of: "LossesOf") -> tuple[float, list
     return sum(totals) / sum(counts), per_bin
 
 
-def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int, columns: int | None = None):
+def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int):
     """Save a grid of images made with EMA weights as `samples/step-<step>.png`, unless they are not finite."""
 
     def save(images: list[Image.Image]):
         folder = run.folder / "samples"
         folder.mkdir(exist_ok=True)
-        save_image(grid(images, columns), folder / f"step-{run.global_step:06d}.png")
+        save_image(grid(images, columns=None), folder / f"step-{run.global_step:06d}.png")
 
     with run.evaluating():
         try:

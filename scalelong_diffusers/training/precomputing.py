@@ -28,6 +28,7 @@ from scalelong_diffusers.data.precomputed import (
 from scalelong_diffusers.data.stream import ImageRows, Source, Stream
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
+from scalelong_diffusers.options import option
 from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.training.latents import encode_moments, text_encoder_checksum, weights_checksum
@@ -36,6 +37,20 @@ from scalelong_diffusers.training.text import load_text_encoder_for_training
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class PrecomputeDataConfig(DataConfig):
+    """The data of a precomputation. Some options mean something else than in training."""
+
+    caption_column: str | None = option(None, "caption column, if not detected; all captions of an image are encoded")
+    center_crop: bool = option(False, "required: latents are computed from one crop, at the center of each image")
+    random_flip: bool = option(False, "also encode the mirrored images, for --random_flip in training")
+    on_bad_image: str = option(
+        "error",
+        "what to do with an unreadable image: stop, or record it for training to skip",
+        choices=("error", "skip"),
+    )
 
 
 class Encoders:

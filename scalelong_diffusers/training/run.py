@@ -60,9 +60,6 @@ class Progress:
     finite_steps: int = 0
     nonfinite_in_a_row: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 class TrainingRun:
     """
@@ -189,7 +186,7 @@ class TrainingRun:
             self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
 
     def _report_settings(self):
-        """Print the settings, and check the lengths of the warm-ups."""
+        """Check the lengths of the warm-ups, and print the settings."""
         options, steps = self.config.optimization, self.size.max_train_steps
         if self.warmup_steps >= steps:
             raise UserError(

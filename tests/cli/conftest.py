@@ -2,23 +2,6 @@
 
 import pytest
 
-from scalelong_diffusers.cli import main
-
-
-@pytest.fixture
-def scalelong(capsys):
-    """Run a command and return its exit code, stdout and stderr."""
-
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            code = exit.code
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
-
 
 @pytest.fixture
 def error_of(scalelong):

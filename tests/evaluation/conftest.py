@@ -10,7 +10,6 @@ from diffusers import DDIMScheduler
 from PIL import Image
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
-from scalelong_diffusers.cli import main
 from scalelong_diffusers.evaluation import load_features
 
 
@@ -47,18 +46,13 @@ def pictures(tmp_path):
 
 
 @pytest.fixture
-def evaluate(capsys, network, tmp_path):
+def evaluate(scalelong, network, tmp_path):
     """Run `scalelong evaluate` and return its exit code, stdout and stderr."""
 
     def call(model, *flags, reference="shapes", **options):
         named = {"reference": reference, "features": network, "cache_dir": tmp_path / "cache", **options}
         words = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
-        try:
-            code = main(["evaluate", str(model), *map(str, flags), *words])
-        except SystemExit as exit:
-            code = exit.code
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
+        return scalelong("evaluate", model, *flags, *words)
 
     return call
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from diffusers import UNet2DModel
 from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
@@ -72,6 +73,22 @@ def tiny_config(tmp_path_factory) -> Path:
     UViTModel(**TINY).save_config(folder)
     UViTModel(**TINY, num_class_embeds=len(SHAPE_CLASSES) + 1).save_config(folder / "classes")
     UViTModel(**TINY, cross_attention_dim=16, context_length=20).save_config(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def unet_with_dropout(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unet")
+    UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        dropout=0.5,
+        add_attention=False,
+    ).save_config(folder)
     return folder
 
 

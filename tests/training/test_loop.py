@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diffusers import UNet2DModel
 from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
@@ -95,18 +94,8 @@ def distance(one, other):
     return math.sqrt(sum(float(((one[name] - other[name]).double() ** 2).sum()) for name in one))
 
 
-def test_dropout_depends_only_on_seed_and_step(train, weights_of, tmp_path):
-    UNet2DModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        dropout=0.5,
-        add_attention=False,
-    ).save_config(tmp_path / "config")
-    changes = {"model_config_name_or_path": tmp_path / "config", "max_train_steps": 4}
+def test_dropout_depends_only_on_seed_and_step(train, unet_with_dropout, weights_of, tmp_path):
+    changes = {"model_config_name_or_path": unet_with_dropout, "max_train_steps": 4}
     first = train(tmp_path / "first", **changes)
     torch.randn(5)
     second = train(tmp_path / "second", validation_steps=1, **changes)

@@ -9,7 +9,6 @@ import time
 import psutil
 import pytest
 import torch
-from diffusers import UNet2DModel
 from safetensors.torch import load_file
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
@@ -33,22 +32,6 @@ def count_lines(folder) -> int:
 
 def checkpoints_in(folder) -> list[str]:
     return sorted(path.name for path in folder.glob("*checkpoint*"))
-
-
-@pytest.fixture(scope="module")
-def unet_with_dropout(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unet")
-    UNet2DModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        dropout=0.5,
-        add_attention=False,
-    ).save_config(folder)
-    return folder
 
 
 @pytest.mark.parametrize("step", [4, 7])  # step 7 crosses the end of an epoch
