@@ -22,6 +22,7 @@ class LongSkip:
     block: str  # the module that receives the skip
     where: str  # the layer in front of which the skip is concatenated
     width: int
+    hidden_width: int  # of the hidden state that it is concatenated to
     tokens: int | None = None  # in a transformer
 
 
@@ -39,6 +40,10 @@ class SkipLayout:
     def add_hooks(self, model: nn.Module, scaler: SkipScaler, skips: list[LongSkip]) -> list[RemovableHandle]:
         """Register the hooks that scale the skips, and return their handles."""
         return []
+
+    def skip_layer(self, model: nn.Module, skip: LongSkip) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights `(out, in)` with which the layer that consumes a skip reads h and s, as views."""
+        raise NotImplementedError
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
@@ -77,12 +82,11 @@ class UpBlockSkips(SkipLayout):
                     "skips: the model cannot be scaled"
                 )
             for r, resnet in enumerate(block.resnets):
-                if isinstance(resnet, SpatioTemporalResBlock):
-                    resnet = resnet.spatial_res_block
+                resnet = _resnet(resnet)
                 # Input channels beyond the hidden state belong to a skip. In K-blocks, only the first resnet has one.
                 if resnet.in_channels > hidden_width:
                     width = resnet.in_channels - hidden_width
-                    deepest_first.append((f"up_blocks.{b}", f"up_blocks.{b}.resnets.{r}", width))
+                    deepest_first.append((f"up_blocks.{b}", f"up_blocks.{b}.resnets.{r}", width, hidden_width))
                 # The shortcut is added to the output, so it has the same width.
                 shortcut = resnet.conv_shortcut
                 hidden_width = resnet.in_channels if shortcut is None else shortcut.weight.shape[0]
@@ -95,6 +99,14 @@ class UpBlockSkips(SkipLayout):
             handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
         return handles
 
+    def skip_layer(self, model: nn.Module, skip: LongSkip) -> tuple[torch.Tensor, torch.Tensor]:
+        resnet = _resnet(model.get_submodule(skip.where))
+        return resnet.conv_shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1)
+
+
+def _resnet(module: nn.Module) -> nn.Module:
+    return module.spatial_res_block if isinstance(module, SpatioTemporalResBlock) else module
+
 
 class OutBlockSkips(SkipLayout):
     """The layout of a U-ViT: each decoder block takes one skip, and the model's forward calls its `skip_scaler`."""
@@ -105,9 +117,13 @@ class OutBlockSkips(SkipLayout):
         tokens, width = model.pos_embed.shape[1:]
         outermost_first = reversed(range(len(model.out_blocks)))
         return [
-            LongSkip(i, f"out_blocks.{b}", f"out_blocks.{b}.skip_proj", width, tokens)
+            LongSkip(i, f"out_blocks.{b}", f"out_blocks.{b}.skip_proj", width, width, tokens)
             for i, b in enumerate(outermost_first, start=1)
         ]
+
+    def skip_layer(self, model: nn.Module, skip: LongSkip) -> tuple[torch.Tensor, torch.Tensor]:
+        block = model.get_submodule(skip.block)
+        return block.hidden_proj.weight, block.skip_proj.weight
 
 
 class SkipHook:

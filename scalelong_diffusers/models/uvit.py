@@ -15,6 +15,7 @@ from torch import nn
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
 from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.models.skip_init import REFERENCE, check_skip_init, start_skip_layers
 from scalelong_diffusers.models.skips import OutBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -54,6 +55,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         block_scale: t in the residual branches x + t f(x) (the paper's Table 3). `"rezero"` learns one t per branch,
             which starts at 0.
         timestep_scale, timestep_offset: the input of the time embedding is (timestep + offset) * scale.
+        skip_init: start of the layers that read the long skips; see [`apply_skip_init`].
         skip_scaling: a [`SkipScalingConfig`], a dict of its fields, or a method.
     """
 
@@ -81,9 +83,11 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         block_scale: float | Literal["rezero"] = 1.0,
         timestep_scale: float = 1.0,
         timestep_offset: float = 0.0,
+        skip_init: str = REFERENCE,
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
+        check_skip_init(skip_init)
         if num_layers % 2 or num_attention_heads < 1 or hidden_size % num_attention_heads:
             raise UserError(
                 f"num_layers must be even and hidden_size a multiple of num_attention_heads, got {num_layers=}, "
@@ -116,6 +120,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self._init_weights()
 
         self._init_skip_scaling(skip_scaling)  # after `_init_weights`, which would change the gates
+        if skip_init != REFERENCE:
+            start_skip_layers(self, skip_init)
 
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)

@@ -83,6 +83,12 @@ class SkipScaler(nn.Module):
         """Return the module that predicts k_i, or None if k_i is constant."""
         return self.gates[self.gate_names[index - 1]] if self.gates else None
 
+    def initial_factor(self, index: int) -> float:
+        """Return k_i at the start of training, where gates with `init="paper"` are near 0.5."""
+        if not self.gates:
+            return self.factors[index - 1]
+        return 1.0 - 0.5 * self.strength if self.config.init == "paper" else 1.0
+
     def factor(self, skip: torch.Tensor, index: int) -> float | torch.Tensor:
         """Return k_i: a Python float, which does not promote the skip's dtype, or the gate's prediction."""
         gate = self.gate(index)

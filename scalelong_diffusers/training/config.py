@@ -19,6 +19,7 @@ from scalelong_diffusers.options import (
     option,
     options_of,
 )
+from scalelong_diffusers.models.skip_init import SKIP_INITS
 from scalelong_diffusers.presets import PRESETS, Task, get_preset
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
@@ -41,6 +42,10 @@ class ModelConfig:
     model_config_name_or_path: str | None = option(
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
     )
+    skip_init: str | None = option(
+        None, "start of the layers that read the long skips (default: balanced for a built-in small model, otherwise "
+        "the model's own)", choices=SKIP_INITS, on_resume="fixed",
+    )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
     )

@@ -12,6 +12,7 @@ import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.models.skip_init import apply_skip_init
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.patching import apply_skip_scaling
@@ -79,7 +80,9 @@ def build_model(
         model = _small_model(options.model_type, resolution, {**shape, **classes, **(text or {})})
     _check_fit(model, resolution, factor, channels, vae)
     _check_image_size(data, model, factor)
-    return apply_skip_scaling(model, config.skip_scaling)
+    apply_skip_scaling(model, config.skip_scaling)
+    skip_init = options.skip_init
+    return model if skip_init is None else apply_skip_init(model, skip_init)
 
 
 def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]) -> ModelMixin:

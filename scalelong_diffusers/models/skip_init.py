@@ -1,0 +1,90 @@
+"""
+How the layers that read the long skips start in a model that is trained from scratch.
+
+In the paper's theory a decoder block receives the sum h + k s of the hidden state h and the skip s (equation 1). In a
+U-ViT and in diffusers' U-Nets it receives the output of a layer on [h, k s], which starts at random. The starts in
+this module are the theory's sum and its relatives.
+"""
+
+from typing import TypeVar
+
+import torch
+from diffusers import ModelMixin
+from torch import nn
+
+from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.internals import write_config_entry
+from scalelong_diffusers.models.mixin import SkipScalingMixin, skip_layout
+
+
+REFERENCE = "reference"
+SKIP_INITS = (REFERENCE, "zero", "sum", "balanced")
+
+Model = TypeVar("Model", bound=ModelMixin)
+
+
+def apply_skip_init(model: Model, skip_init: str) -> Model:
+    """
+    Initialize the layers that read the long skips of an untrained model, in place. Return the model.
+
+    Call it after `apply_skip_scaling`, because the start depends on the factors. Models with trained weights are
+    refused.
+
+    Args:
+        skip_init: what the decoder receives at the start, where h is the hidden state, s the skip and k its factor:
+            `"zero"`: h; `"sum"`: h + k s, as in the paper's equation (1); `"balanced"`: (h + k s) / sqrt(1 + k^2),
+            which keeps the magnitude. `"reference"` leaves the model's own, random init.
+
+    ```python
+    unet = apply_skip_init(UNet2DModel(sample_size=32), "balanced")
+    ```
+    """
+    check_skip_init(skip_init)
+    layout = skip_layout(model)
+    _check_untrained(model)
+    if skip_init != REFERENCE:
+        start_skip_layers(model, skip_init)
+    if "skip_init" in model.config:
+        write_config_entry(model, "skip_init", skip_init)
+    return model
+
+
+def check_skip_init(skip_init: str):
+    if skip_init not in SKIP_INITS:
+        raise UserError(
+            f"skip_init must be one of {', '.join(SKIP_INITS)}, got {skip_init!r}{did_you_mean(skip_init, SKIP_INITS)}"
+        )
+
+
+@torch.no_grad()
+def start_skip_layers(model: ModelMixin, skip_init: str):
+    """Initialize the layers that read the long skips. Other weights do not change."""
+    layout = skip_layout(model)
+    for skip in layout.find(model):
+        k = model.skip_scaler.initial_factor(skip.index) if isinstance(model, SkipScalingMixin) else 1.0
+        hidden, skipped = layout.skip_layer(model, skip)
+        hidden_eye, skip_eye = _identity_like(hidden), _identity_like(skipped)
+        if skip_init == "zero":
+            skip_eye.zero_()
+        elif skip_init == "balanced":
+            # Where widths differ, channel c of the output receives channel c of h and of s if they have one.
+            norms = (hidden_eye.sum(1, keepdim=True) + k**2 * skip_eye.sum(1, keepdim=True)).sqrt().clamp(min=1e-6)
+            hidden_eye, skip_eye = hidden_eye / norms, skip_eye / norms
+        hidden.copy_(hidden_eye)
+        skipped.copy_(skip_eye)
+
+
+def _identity_like(weight: torch.Tensor) -> torch.Tensor:
+    identity = torch.zeros_like(weight)
+    identity.diagonal().fill_(1)
+    return identity
+
+
+def _check_untrained(model: nn.Module):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.GroupNorm | nn.LayerNorm) and module.weight is not None:
+            if module.weight.ne(1).any() or (module.bias is not None and module.bias.ne(0).any()):
+                raise UserError(
+                    f"the weights of this {type(model).__name__} are trained ({name} has changed), and skip_init would "
+                    "destroy them: use it only for a model that is trained from scratch"
+                )
