@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diffusers import ModelMixin
 
 from scalelong_diffusers import internals
-from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.scaling import LongSkip, SkipFactor, SkipMix, SkipScalingConfig, register_skip_method
 
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from scalelong_diffusers.hub.model_card import CardFacts
     from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub, write_model_card
     from scalelong_diffusers.models.mixin import SkipScalingMixin
-    from scalelong_diffusers.models.skips import UpBlockSkips
+    from scalelong_diffusers.models.skip_init import apply_skip_init
+    from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
     from scalelong_diffusers.models.unets import (
         ScaleLongI2VGenXLUNet,
         ScaleLongUNet2DConditionModel,
@@ -48,7 +49,8 @@ _NAMES = {
     "hub.model_card": ("CardFacts",),
     "hub.sharing": ("push_adapter", "push_to_hub", "write_model_card"),
     "models.mixin": ("SkipScalingMixin",),
-    "models.skips": ("UpBlockSkips",),
+    "models.skip_init": ("apply_skip_init",),
+    "models.skips": ("BlockSkips", "UpBlockSkips"),
     "models.unets": (
         "ScaleLongI2VGenXLUNet",
         "ScaleLongUNet2DConditionModel",
@@ -67,7 +69,15 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = ["SkipScalingConfig", "__version__", *_MODULES]
+__all__ = [
+    "LongSkip",
+    "SkipFactor",
+    "SkipMix",
+    "SkipScalingConfig",
+    "__version__",
+    "register_skip_method",
+    *_MODULES,
+]
 
 
 def __getattr__(name: str):

@@ -20,7 +20,7 @@ from scalelong_diffusers.models.mixin import (
     skip_layout,
     unscale,
 )
-from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
+from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 ModelOrPipeline = TypeVar("ModelOrPipeline", nn.Module, DiffusionPipeline)
@@ -91,14 +91,27 @@ def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: floa
 
 @dataclass(frozen=True)
 class SkipConnection:
-    """A long skip of a model: its number, the layer that consumes it, its width, and its factor or gate."""
+    """
+    A long skip of a model: its number, the layer that consumes it, its width, and what multiplies it.
+
+    `factor` is set for a constant, `hidden_factor` if the hidden state is multiplied as well, and `gate` for a module
+    with this name.
+    """
 
     i: int
     where: str
     width: int
     factor: float | None
+    hidden_factor: float
     gate: str | None
     parameters: int
+
+    @property
+    def scaling(self) -> str:
+        if self.factor is None:
+            return f"{self.gate} ({self.parameters:,})"
+        hidden = "" if self.hidden_factor == 1.0 else f", hidden state {self.hidden_factor:.6g}"
+        return f"{self.factor:.6g}{hidden}"
 
 
 class SkipConnections(list[SkipConnection]):
@@ -113,8 +126,7 @@ class SkipConnections(list[SkipConnection]):
     def __str__(self) -> str:
         rows = [("i", "where", "width", "factor")]
         for skip in self:
-            scaling = f"{skip.factor:.6g}" if skip.gate is None else f"{skip.gate} ({skip.parameters:,})"
-            rows.append((str(skip.i), skip.where, str(skip.width), scaling))
+            rows.append((str(skip.i), skip.where, str(skip.width), skip.scaling))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [
             f"{i:>{widths[0]}}  {where:<{widths[1]}}  {width:>{widths[2]}}  {scaling}"
@@ -146,7 +158,7 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
     if isinstance(model, SkipScalingMixin):
         scaler = model.skip_scaler
     else:
-        scaler = SkipScaler(SkipScalingConfig("none"), [skip.width for skip in skips])
+        scaler = skip_layout(model).build_scaler(SkipScalingConfig("none"), skips)
         if "skip_scaling" in model.config:
             note = (
                 f"; its config has the method {model.config['skip_scaling']['method']!r}, which the plain class "
@@ -154,10 +166,11 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
             )
     rows = []
     for skip in skips:
-        i, gate = skip.index, scaler.gate(skip.index)
-        factor, gate_name = (scaler.factors[i - 1], None) if gate is None else (None, scaler.gate_names[i - 1])
-        parameters = 0 if gate is None else sum(p.numel() for p in gate.parameters())
-        rows.append(SkipConnection(i, skip.where, skip.width, factor, gate_name, parameters))
+        i = skip.index
+        hidden_factor, factor = scaler.constant_weights(i) or (1.0, None)
+        parameters = sum(p.numel() for p in scaler.method(i).parameters())
+        gate = None if factor is not None else scaler.gate_names[i - 1]
+        rows.append(SkipConnection(i, skip.where, skip.width, factor, hidden_factor, gate, parameters))
     return SkipConnections(rows, scaler.config, sum(p.numel() for p in scaler.parameters()), note)
 
 

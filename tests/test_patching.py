@@ -22,7 +22,7 @@ from scalelong_diffusers import (
     skip_connections,
 )
 from scalelong_diffusers.models.mixin import scaled_class_by_name
-from scalelong_diffusers.models.skips import SkipHook, SkipLayout, UpBlockSkips
+from scalelong_diffusers.models.skips import SkipLayout, SkipTupleHook, UpBlockSkips
 
 
 LS = {"method": "ls", "reduction": 4}
@@ -45,7 +45,7 @@ def assert_untouched(model, before):
     assert model.state_dict().keys() == weights.keys()
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    assert any(isinstance(hook, SkipHook) for hook in hooks) == issubclass(model_class, SkipScalingMixin)
+    assert any(isinstance(hook, SkipTupleHook) for hook in hooks) == issubclass(model_class, SkipScalingMixin)
 
 
 def public(config):
@@ -110,7 +110,7 @@ def test_switching_between_methods_ends_at_the_plain_output(case):
         assert model.config.skip_scaling["method"] == SkipScalingConfig.parse(entry).method
     assert torch.equal(output(model, inputs), expected)
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    assert len(hooks) <= len(model.up_blocks)
+    assert len(hooks) <= len(model.up_blocks) + len(skip_connections(model))
 
 
 def test_gates_get_the_dtype_of_a_frozen_model_and_stay_trainable(sd):
@@ -386,9 +386,9 @@ def test_registering_the_config_of_a_checkpoint_applies_its_scaling(ddpm):
     learned.register_to_config(skip_scaling=LS, sample_size=9)
     assert learned.config.sample_size == 9
     assert learned.config.skip_scaling == ddpm.build_scaled(LS).config.skip_scaling
-    gate = learned.skip_scaler.gate(1)
+    gate = learned.skip_scaler.method(1)
     learned.register_to_config(skip_scaling={**LS, "strength": 0.5})
-    assert learned.skip_scaler.gate(1) is gate
+    assert learned.skip_scaler.method(1) is gate
 
 
 def test_same_config_draws_no_random_number(ddpm):

@@ -17,7 +17,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import required_conditions, unwrap_model
-from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.scaling import METHODS, SkipScalingConfig
 
 
 # To be replaced by `pip install scalelong-diffusers` once the package is on PyPI.
@@ -193,7 +193,13 @@ def _model_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> ModelMixin:
 
 
 def _describe_scaling(scaling: SkipScalingConfig) -> str:
-    sentence = _SCALINGS["reversed cs" if scaling.reverse else scaling.method].format(kappa=scaling.kappa)
+    name = "reversed cs" if scaling.reverse else scaling.method
+    if name in _SCALINGS:
+        sentence = _SCALINGS[name].format(kappa=scaling.kappa)
+    else:
+        method = METHODS[name]
+        source = "" if method.is_built_in else f" Import `{method.build.__module__}`, which defines it, before loading."
+        sentence = f"The long skip connections use the method `{name}`: {method.summary}{source}"
     if scaling.strength in (None, 1.0):
         return sentence
     return f"{sentence} With strength {scaling.strength:g}, each factor k becomes 1 + {scaling.strength:g} (k - 1)."

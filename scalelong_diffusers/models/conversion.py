@@ -40,6 +40,7 @@ _JOINED = (
     ((".attn.to_q.weight", ".attn.to_k.weight", ".attn.to_v.weight"), ".attn.qkv.weight", 0),
     ((".hidden_proj.weight", ".skip_proj.weight"), ".skip_linear.weight", 1),
 )
+_REFERENCE_METHODS = ("none", "inv_sqrt2", "constant", "cs", "ls")
 _GATE_LAYERS = {"squeeze": "layer1", "excite": "layer2"}
 # The tensors that determine the architecture: number of dimensions, and whether every U-ViT has the tensor.
 _ARCHITECTURE_TENSORS = {
@@ -231,8 +232,9 @@ def _check_details(details: CheckpointDetails, gates: Mapping[str, Any] | None, 
     if details.context_length is not None and not has_text:
         raise UserError(f"{source} is not a text-to-image model: leave out context_length={details.context_length}")
     method = given.get("method")
-    if method == "learnable":
-        raise UserError(f"{source}: skip_scaling='learnable' does not exist in the reference")
+    if method not in (None, *_REFERENCE_METHODS):
+        accepted = ", ".join(_REFERENCE_METHODS)
+        raise UserError(f"{source}: skip_scaling={method!r} does not exist in the reference; accepted: {accepted}")
     if method in ("cs", "constant") and given.get("kappa", "auto") == "auto":
         raise UserError(f"{source}: --skip_scaling {method} needs the --kappa of the training, as a number")
     if gates and method not in (None, "ls"):

@@ -12,8 +12,8 @@ from diffusers import ModelMixin
 import scalelong_diffusers
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.internals import write_config_entry
-from scalelong_diffusers.models.skips import LongSkip, SkipLayout
-from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
+from scalelong_diffusers.models.skips import SkipLayout
+from scalelong_diffusers.scaling import LongSkip, SkipScaler, SkipScalingConfig
 
 
 _SCALED_CLASSES: dict[type, type] = {}
@@ -60,7 +60,10 @@ class SkipScalingMixin(HubMixin):
         cls._skip_layerwise_casting_patterns = [*(p for p in patterns if p != "skip_scaler"), "skip_scaler"]
         if SkipScalingMixin in cls.__bases__:
             cls._plain_class = cls
-            if "__init__" not in cls.__dict__:
+            if "__init__" in cls.__dict__:
+                # diffusers reads the entries of a config from the signature, where **kwargs would hide them.
+                cls.__init__.__signature__ = inspect.Signature(_init_parameters(cls))
+            else:
                 cls._plain_class = next(base for base in cls.__bases__ if issubclass(base, ModelMixin))
                 cls.__init__ = _init_with_skip_scaling(cls._plain_class)
             registered = _SCALED_CLASSES.get(cls._plain_class)

@@ -40,7 +40,6 @@ def apply_skip_init(model: Model, skip_init: str) -> Model:
     ```
     """
     check_skip_init(skip_init)
-    layout = skip_layout(model)
     _check_untrained(model)
     if skip_init != REFERENCE:
         start_skip_layers(model, skip_init)
@@ -59,19 +58,23 @@ def check_skip_init(skip_init: str):
 @torch.no_grad()
 def start_skip_layers(model: ModelMixin, skip_init: str):
     """Initialize the layers that read the long skips. Other weights do not change."""
-    layout = skip_layout(model)
+    layout, is_scaled = skip_layout(model), isinstance(model, SkipScalingMixin)
     for skip in layout.find(model):
-        k = model.skip_scaler.initial_factor(skip.index) if isinstance(model, SkipScalingMixin) else 1.0
-        hidden, skipped = layout.skip_layer(model, skip)
-        hidden_eye, skip_eye = _identity_like(hidden), _identity_like(skipped)
+        layer = layout.skip_layer(model, skip)
+        if layer is None:
+            continue
+        hidden, skipped = _identity_like(layer.hidden_weight), _identity_like(layer.skip_weight)
         if skip_init == "zero":
-            skip_eye.zero_()
+            skipped.zero_()
         elif skip_init == "balanced":
             # Where widths differ, channel c of the output receives channel c of h and of s if they have one.
-            norms = (hidden_eye.sum(1, keepdim=True) + k**2 * skip_eye.sum(1, keepdim=True)).sqrt().clamp(min=1e-6)
-            hidden_eye, skip_eye = hidden_eye / norms, skip_eye / norms
-        hidden.copy_(hidden_eye)
-        skipped.copy_(skip_eye)
+            a, k = model.skip_scaler.initial_weights(skip.index) if is_scaled else (1.0, 1.0)
+            norms = torch.hypot(a * hidden.sum(1, keepdim=True), k * skipped.sum(1, keepdim=True)).clamp(min=1e-6)
+            hidden, skipped = hidden / norms, skipped / norms
+        layer.hidden_weight.copy_(hidden)
+        layer.skip_weight.copy_(skipped)
+        if layer.bias is not None:
+            layer.bias.zero_()
 
 
 def _identity_like(weight: torch.Tensor) -> torch.Tensor:

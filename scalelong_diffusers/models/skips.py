@@ -1,9 +1,9 @@
-"""Where models keep their long skips, and the hook that scales the skips of diffusers' U-Nets."""
+"""Where models keep their long skips, and the hooks that scale the skips in front of the layers that read them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.resnet import SpatioTemporalResBlock
@@ -11,55 +11,49 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
+from scalelong_diffusers.scaling import LongSkip, SkipScaler, SkipScalingConfig
 
 
-@dataclass(frozen=True)
-class LongSkip:
-    """A long skip that the decoder consumes."""
+class SkipLayer(NamedTuple):
+    """The weights `(out, in)` by which a layer reads the hidden state and the skip, as views, and its bias."""
 
-    index: int  # the paper's i, 1 for the outermost
-    block: str  # the module that receives the skip
-    where: str  # the layer in front of which the skip is concatenated
-    width: int
-    hidden_width: int  # of the hidden state that it is concatenated to
-    tokens: int | None = None  # in a transformer
+    hidden_weight: torch.Tensor
+    skip_weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 class SkipLayout:
     """
-    Base class of [`UpBlockSkips`] and [`OutBlockSkips`], which know where a model keeps its long skips.
+    Base class of the layouts, which know where a model keeps its long skips.
 
-    A subclass implements `find(model)`, which returns the [`LongSkip`]s from i = 1, the outermost. It also implements
-    `add_hooks`, unless the model's own forward calls its `skip_scaler`.
+    A subclass implements `find`. It also implements `add_hooks`, unless the model's own forward calls its
+    `skip_scaler`, and `skip_layer` if models of this layout can use `apply_skip_init`.
     """
 
-    # The dimension of a skip for each accepted `gate_axis`. The paper's choice comes first.
-    gate_dims: Mapping[str, int] = {"channels": 1}
+    def find(self, model: nn.Module) -> list[LongSkip]:
+        """Return the long skips from i = 1, the outermost."""
+        raise NotImplementedError
 
     def add_hooks(self, model: nn.Module, scaler: SkipScaler, skips: list[LongSkip]) -> list[RemovableHandle]:
         """Register the hooks that scale the skips, and return their handles."""
         return []
 
-    def skip_layer(self, model: nn.Module, skip: LongSkip) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights `(out, in)` with which the layer that consumes a skip reads h and s, as views."""
-        raise NotImplementedError
+    def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer | None:
+        """Return the layer by which the residual path reads a skip, or None if there is no layer."""
+        raise UserError(f"skip_init does not know the layers that read the long skips of a {type(model).__name__}")
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
         if not skips:
             raise UserError("this model has no long skips")
-        config = config.resolve(len(skips), gate_axis=next(iter(self.gate_dims)))
-        if config.gate_axis is not None and config.gate_axis not in self.gate_dims:
-            accepted = " or ".join(self.gate_dims)
-            raise UserError(f"gate_axis must be {accepted} for this model, got {config.gate_axis!r}")
+        axes = ["channels"] if skips[0].tokens is None else ["tokens", "channels"]  # the paper's choice comes first
+        config = config.resolve(len(skips), gate_axis=axes[0])
+        if config.gate_axis is not None and config.gate_axis not in axes:
+            raise UserError(f"gate_axis must be {' or '.join(axes)} for this model, got {config.gate_axis!r}")
         return config
 
     def build_scaler(self, config: SkipScalingConfig, skips: list[LongSkip], device=None, dtype=None) -> SkipScaler:
-        config = self.resolve(config, skips)
-        axis = config.gate_axis or next(iter(self.gate_dims))
-        sizes = [skip.tokens if axis == "tokens" else skip.width for skip in skips]
-        return SkipScaler(config, sizes, self.gate_dims[axis], device, dtype)
+        return SkipScaler(self.resolve(config, skips), skips, device, dtype)
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ class UpBlockSkips(SkipLayout):
                     "skips: the model cannot be scaled"
                 )
             for r, resnet in enumerate(block.resnets):
-                resnet = _resnet(resnet)
+                resnet = _spatial(resnet)
                 # Input channels beyond the hidden state belong to a skip. In K-blocks, only the first resnet has one.
                 if resnet.in_channels > hidden_width:
                     width = resnet.in_channels - hidden_width
@@ -90,47 +84,92 @@ class UpBlockSkips(SkipLayout):
                 # The shortcut is added to the output, so it has the same width.
                 shortcut = resnet.conv_shortcut
                 hidden_width = resnet.in_channels if shortcut is None else shortcut.weight.shape[0]
-        return [LongSkip(i, *skip) for i, skip in enumerate(reversed(deepest_first), start=1)]
+        count = len(deepest_first)
+        return [LongSkip(i, count, *skip) for i, skip in enumerate(reversed(deepest_first), start=1)]
 
     def add_hooks(self, model: nn.Module, scaler: SkipScaler, skips: list[LongSkip]) -> list[RemovableHandle]:
-        handles = []
+        hooks = {}
         for name in dict.fromkeys(skip.block for skip in skips):
-            hook = SkipHook(scaler, tuple(skip.index for skip in skips if skip.block == name), self.argument)
-            handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
-        return handles
+            indices = tuple(skip.index for skip in skips if skip.block == name)
+            hooks[name] = SkipTupleHook(scaler, indices, self.argument)
+        for skip in skips:
+            hooks[skip.where] = ConcatenationHook(scaler, skip)
+        return [
+            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()
+        ]
 
-    def skip_layer(self, model: nn.Module, skip: LongSkip) -> tuple[torch.Tensor, torch.Tensor]:
-        resnet = _resnet(model.get_submodule(skip.where))
-        return resnet.conv_shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1)
+    def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer | None:
+        shortcut = _spatial(model.get_submodule(skip.where)).conv_shortcut
+        if shortcut is None:
+            return None
+        return SkipLayer(*shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1), shortcut.bias)
 
 
-def _resnet(module: nn.Module) -> nn.Module:
-    return module.spatial_res_block if isinstance(module, SpatioTemporalResBlock) else module
+def _spatial(resnet: nn.Module) -> nn.Module:
+    return resnet.spatial_res_block if isinstance(resnet, SpatioTemporalResBlock) else resnet
+
+
+@dataclass(frozen=True)
+class BlockSkips(SkipLayout):
+    """
+    The layout of models whose decoder blocks receive one skip each, as a tensor.
+
+    Args:
+        blocks: name of the list of decoder blocks. The deepest block comes first.
+        widths: function that returns the number of channels of a block's hidden state and of its skip.
+        argument: name or position of the skip among the arguments of a block.
+        hidden: name or position of the hidden state.
+        channel_dim: dimension of the channels.
+    """
+
+    blocks: str
+    widths: Callable[[nn.Module], tuple[int, int]]
+    argument: str | int = 1
+    hidden: str | int = 0
+    channel_dim: int = 1
+
+    def find(self, model: nn.Module) -> list[LongSkip]:
+        blocks = model.get_submodule(self.blocks)
+        names = [f"{self.blocks}.{b}" for b in range(len(blocks))]
+        widths = [self.widths(block) for block in blocks]
+        return [
+            LongSkip(i, len(names), name, name, skip_width, hidden_width, self.channel_dim)
+            for i, (name, (hidden_width, skip_width)) in enumerate(reversed(list(zip(names, widths))), start=1)
+        ]
+
+    def add_hooks(self, model: nn.Module, scaler: SkipScaler, skips: list[LongSkip]) -> list[RemovableHandle]:
+        return [
+            model.get_submodule(skip.block).register_forward_pre_hook(
+                SkipTensorHook(scaler, skip.index, self.hidden, self.argument), with_kwargs=True
+            )
+            for skip in skips
+        ]
 
 
 class OutBlockSkips(SkipLayout):
     """The layout of a U-ViT: each decoder block takes one skip, and the model's forward calls its `skip_scaler`."""
 
-    gate_dims = {"tokens": 1, "channels": 2}
-
     def find(self, model: nn.Module) -> list[LongSkip]:
         tokens, width = model.pos_embed.shape[1:]
-        outermost_first = reversed(range(len(model.out_blocks)))
+        names = [f"out_blocks.{b}" for b in reversed(range(len(model.out_blocks)))]
         return [
-            LongSkip(i, f"out_blocks.{b}", f"out_blocks.{b}.skip_proj", width, width, tokens)
-            for i, b in enumerate(outermost_first, start=1)
+            LongSkip(i, len(names), name, f"{name}.skip_proj", width, width, channel_dim=2, tokens=tokens)
+            for i, name in enumerate(names, start=1)
         ]
 
-    def skip_layer(self, model: nn.Module, skip: LongSkip) -> tuple[torch.Tensor, torch.Tensor]:
+    def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer:
         block = model.get_submodule(skip.block)
-        return block.hidden_proj.weight, block.skip_proj.weight
+        return SkipLayer(block.hidden_proj.weight, block.skip_proj.weight, block.hidden_proj.bias)
 
 
-class SkipHook:
+# The hooks are classes and not closures, so that models with hooks can be copied and pickled.
+
+
+class SkipTupleHook:
     """
-    Forward pre-hook of an up-block that scales the skips the block will consume.
+    Forward pre-hook of an up-block that multiplies the skips the block will consume.
 
-    It is a class and not a closure, so that models with hooks can be copied and pickled.
+    Methods that also change the hidden state act later, in a [`ConcatenationHook`].
     """
 
     def __init__(self, scaler: SkipScaler, indices: tuple[int, ...], argument: str | int):
@@ -139,17 +178,57 @@ class SkipHook:
         self.argument = argument
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if all(self.scaler.is_identity(i) for i in self.indices):
+        if all(self.scaler.changes_hidden(i) or self.scaler.is_identity(i) for i in self.indices):
             return None
-        if isinstance(self.argument, str):
-            return args, {**kwargs, self.argument: self._scaled(kwargs[self.argument])}
-        return (*args[: self.argument], self._scaled(args[self.argument]), *args[self.argument + 1 :]), kwargs
+        return _replaced(args, kwargs, {self.argument: self._scaled(_argument(args, kwargs, self.argument))})
 
     def _scaled(self, skips: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
         unused = len(skips) - len(self.indices)  # K-blocks receive several skips and consume only the last one
         scaled = LazilyScaledSkips(skips, self.scaler, (None,) * unused + self.indices)
         # A compiler plans memory itself and needs plain tensors.
         return tuple(scaled) if torch.compiler.is_compiling() else scaled
+
+
+class ConcatenationHook:
+    """Forward pre-hook of the layer that reads the concatenation, for methods that also change the hidden state."""
+
+    def __init__(self, scaler: SkipScaler, skip: LongSkip):
+        self.scaler = scaler
+        self.skip = skip
+
+    def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        if not self.scaler.changes_hidden(self.skip.index):
+            return None
+        hidden, skip = args[0].tensor_split([self.skip.hidden_width], dim=self.skip.channel_dim)
+        both = torch.cat(self.scaler.combine(hidden, skip, self.skip.index), dim=self.skip.channel_dim)
+        return _replaced(args, kwargs, {0: both})
+
+
+class SkipTensorHook:
+    """Forward pre-hook of a block that receives one skip."""
+
+    def __init__(self, scaler: SkipScaler, index: int, hidden: str | int, argument: str | int):
+        self.scaler = scaler
+        self.index = index
+        self.hidden = hidden
+        self.argument = argument
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        skip = _argument(args, kwargs, self.argument)
+        if not self.scaler.changes_hidden(self.index):
+            return _replaced(args, kwargs, {self.argument: self.scaler.scale(skip, self.index)})
+        hidden, skip = self.scaler.combine(_argument(args, kwargs, self.hidden), skip, self.index)
+        return _replaced(args, kwargs, {self.hidden: hidden, self.argument: skip})
+
+
+def _argument(args: tuple, kwargs: dict[str, Any], place: str | int) -> Any:
+    return kwargs[place] if isinstance(place, str) else args[place]
+
+
+def _replaced(args: tuple, kwargs: dict[str, Any], new: dict[str | int, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of a call with some of them replaced, by position or name."""
+    args = tuple(new.get(position, value) for position, value in enumerate(args))
+    return args, {**kwargs, **{name: value for name, value in new.items() if isinstance(name, str)}}
 
 
 class LazilyScaledSkips(Sequence):
@@ -171,7 +250,7 @@ class LazilyScaledSkips(Sequence):
         skip, index = self._skips[key], self._indices[key]
         if isinstance(key, slice):
             return LazilyScaledSkips(skip, self._scaler, index)
-        return skip if index is None else self._scaler(skip, index)
+        return skip if index is None else self._scaler.scale(skip, index)
 
     def to(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
         """Move all skips, as code that moves the inputs of a block to another device expects."""

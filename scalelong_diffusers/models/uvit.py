@@ -123,6 +123,15 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         if skip_init != REFERENCE:
             start_skip_layers(self, skip_init)
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        if "skip_init" in kwargs:
+            raise UserError(
+                f"skip_init={kwargs['skip_init']!r} is for models that are trained from scratch, and "
+                f"{pretrained_model_name_or_path} has trained weights: leave it out"
+            )
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
@@ -167,7 +176,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         for block in self.out_blocks:
             i = len(skips)  # the paper's number of this skip
             skip = skips.pop()
-            hidden_states = self._run(block, hidden_states, mask, skip, self.skip_scaler.factor(skip, i))
+            hidden_states, skip, factor = self.skip_scaler(hidden_states, skip, i)
+            hidden_states = self._run(block, hidden_states, mask, skip, factor)
 
         patches = self.proj_out(self.norm(hidden_states[:, self.num_extra_tokens :]))
         image = self._assemble(patches, grid)

@@ -1,46 +1,29 @@
 """`SkipScalingConfig` describes how the long skips of a model are scaled. It is stored in the model's config."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# Importing these modules registers the built-in methods.
+import scalelong_diffusers.scaling.constants
+import scalelong_diffusers.scaling.gates  # noqa: F401
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.options import build_config, check_options, option, options_of
 from scalelong_diffusers.scaling.factors import UPPER_NOISE_RATIO, solve_kappa
+from scalelong_diffusers.scaling.methods import METHODS
 
 
 # Raise this number when a stored entry gets a field that an older package would misread.
 FORMAT_VERSION = 1
 
-# The fields of each method. Fields of other methods stay None and must not be set.
-METHODS = {
-    "none": (),
-    "inv_sqrt2": ("strength",),
-    "constant": ("kappa", "strength"),
-    "cs": ("kappa", "reverse", "strength"),
-    "ls": ("shared", "reduction", "activation", "gate", "gate_axis", "init", "strength"),
-    "learnable": ("strength",),
-}
 _UNUSED_BY_GATE = {"ie": ("reduction", "activation")}
-
-# The paper does not fix kappa. The gate defaults follow docs/which_method.md; the paper's gates are shared=True,
-# init="paper".
-_DEFAULTS = {
-    "kappa": 0.9,
-    "reverse": False,
-    "shared": False,
-    "reduction": 16,
-    "activation": "relu",
-    "gate": "se",
-    "gate_axis": "auto",
-    "init": "identity",
-    "strength": 1.0,
-}
 
 
 def _field(name: str, help: str, **details) -> Any:
-    help = f"{help} (default: {_DEFAULTS[name]})"
+    defaults = {"strength": 1.0} | {field: value for method in METHODS.values() for field, value in method.fields.items()}
+    help = f"{help} (default: {defaults[name]})"
     return option(None, help, **{"flag": f"skip_scaling_{name}", "on_resume": "fixed", **details})
 
 
@@ -52,7 +35,8 @@ class SkipScalingConfig:
     Args:
         method: `"none"`; `"inv_sqrt2"`: k_i = 2**-0.5; `"constant"`: k_i = kappa; `"cs"`: k_i = kappa**(i-1)
             (equation 8); `"ls"`: a small gate predicts k_i from the skip (equation 9); `"learnable"`: one learned
-            scalar per skip, which starts at 1.
+            scalar per skip, which starts at 1. Not from the paper: `"compensated_cs"`, `"mp_cat"`, `"normalized"`,
+            `"lerp"`, `"token_gates"`, and the methods that were registered with [`register_skip_method`].
         kappa: a number in (0, 1], 0.9 by default. `"auto"` solves sum k_i^2 = 5, the paper's upper estimate.
         reverse: for `cs`: k_i = kappa**(N-i+1), the paper's ablation (Table 4).
         shared: for `ls`: one gate for all skips of the same width, as in the paper, instead of one per skip.
@@ -63,7 +47,9 @@ class SkipScalingConfig:
             tokens of a U-ViT.
         init: for `ls`: `"identity"`: k = 2 sigmoid(z) with a zero last layer, which starts at exactly 1; `"paper"`:
             k = sigmoid(z) with torch's Linear init.
+        balance: for `mp_cat`: the weight of the skip, in (0, 1); the hidden state has 1 - balance.
         strength: every factor becomes 1 + strength * (k - 1). 1 by default; 0 turns the scaling off.
+        options: the fields of a registered method.
 
     ```python
     >>> SkipScalingConfig("cs", kappa=0.7)
@@ -75,12 +61,11 @@ class SkipScalingConfig:
         dataclasses.MISSING,
         f"method: one of {', '.join(METHODS)}",
         flag="skip_scaling",
-        choices=METHODS,
         metavar="METHOD",
         on_resume="fixed",
     )
     kappa: float | Literal["auto"] | None = _field(
-        "kappa", "for cs and constant: in (0, 1], or 'auto', which solves S = 5", flag="kappa", above=0, at_most=1
+        "kappa", "for cs, constant and compensated_cs: in (0, 1], or 'auto', which solves S = 5", flag="kappa", above=0, at_most=1
     )
     reverse: bool | None = _field("reverse", "for cs: k_i = kappa^(N-i+1)")
     shared: bool | None = _field("shared", "for ls: one gate for all skips of the same width")
@@ -95,35 +80,60 @@ class SkipScalingConfig:
     init: str | None = _field(
         "init", "for ls: start factors at exactly 1 (identity) or near 0.5 (paper)", choices=("paper", "identity")
     )
+    balance: float | None = _field("balance", "for mp_cat: weight of the skip", above=0, below=1)
     strength: float | None = _field(
         "strength", "every factor becomes 1 + strength (k - 1)", at_least=0, at_most=1, on_resume="same"
     )
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self):
+        if not isinstance(self.method, str) or self.method not in METHODS:
+            raise UserError(
+                f"skip_scaling must be one of {', '.join(METHODS)}, or a method that was registered, got "
+                f"{self.method!r}{did_you_mean(self.method, METHODS)}"
+            )
         check_options(self)
         used = self._used_fields()
-        if unused := [name for name in _DEFAULTS if getattr(self, name) is not None and name not in used]:
+        given = {name: getattr(self, name) for name in _TYPED_FIELDS if getattr(self, name) is not None}
+        given |= self.options
+        if unused := [name for name in given if name not in used]:
             name = unused[0]
-            user = f"gate {self.gate!r}" if name in METHODS[self.method] else f"method {self.method!r}"
+            user = f"gate {self.gate!r}" if name in METHODS[self.method].fields else f"method {self.method!r}"
             raise UserError(
-                f"{name}={getattr(self, name)!r} is not used by {user}; its fields: {', '.join(used) or 'none'}"
+                f"{name}={given[name]!r} is not used by {user}; its fields: {', '.join(used) or 'none'}"
             )
-        for name in used:
-            value = _DEFAULTS[name] if getattr(self, name) is None else getattr(self, name)
-            if name in ("kappa", "strength") and value != "auto":
+        values = {name: given.get(name, default) for name, default in used.items()}
+        for name in _TYPED_FIELDS & values.keys():
+            value = values.pop(name)
+            if name in ("kappa", "balance", "strength") and value != "auto":
                 value = float(value)
             object.__setattr__(self, name, value)
+        try:  # as they will be loaded from the model's config
+            object.__setattr__(self, "options", json.loads(json.dumps(values)))
+        except TypeError as error:
+            raise UserError(f"the fields of method {self.method!r} must be JSON values: {error}") from error
 
-    def _used_fields(self) -> tuple[str, ...]:
-        return tuple(name for name in METHODS[self.method] if name not in _UNUSED_BY_GATE.get(self.gate, ()))
+    def _used_fields(self) -> dict[str, Any]:
+        """Return the fields of the method with their defaults."""
+        fields = {**METHODS[self.method].fields, **({} if self.method == "none" else {"strength": 1.0})}
+        return {name: value for name, value in fields.items() if name not in _UNUSED_BY_GATE.get(self.gate, ())}
+
+    def method_fields(self) -> dict[str, Any]:
+        """Return the keyword arguments with which the method is built."""
+        return {name: value for name, value in self._values().items() if name != "strength"}
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values of all fields of the method."""
+        return {n: self.options[n] if n in self.options else getattr(self, n) for n in self._used_fields()}
 
     def resolve(self, num_skips: int, gate_axis: str) -> "SkipScalingConfig":
         """Return the config for a model with `num_skips` skips, with every `"auto"` replaced by its value."""
         if self.method == "cs" and num_skips == 1 and not self.reverse:
             raise UserError("method 'cs' cannot scale a model with one long skip, as k_1 = 1; use 'constant'")
-        changes = {}
+        changes: dict[str, Any] = {}
         if self.kappa == "auto":
-            changes["kappa"] = solve_kappa(UPPER_NOISE_RATIO, num_skips, self.method, self.reverse)
+            method = self.method.removeprefix("compensated_")
+            changes["kappa"] = solve_kappa(UPPER_NOISE_RATIO, num_skips, method, self.reverse)
         if self.gate_axis == "auto":
             changes["gate_axis"] = gate_axis
         return dataclasses.replace(self, **changes)
@@ -131,15 +141,14 @@ class SkipScalingConfig:
     @property
     def has_gates(self) -> bool:
         """Whether the method has learnable parameters."""
-        return self.method in ("ls", "learnable")
+        return METHODS[self.method].has_parameters
 
     def equals_except_strength(self, other: "SkipScalingConfig") -> bool:
         return self.method == other.method and dataclasses.replace(self, strength=other.strength) == other
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a model's config: the format version, the method and its fields."""
-        fields = {name: getattr(self, name) for name in self._used_fields()}
-        return {"version": FORMAT_VERSION, "method": self.method, **fields}
+        return {"version": FORMAT_VERSION, "method": self.method, **self._values()}
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> "SkipScalingConfig":
@@ -147,13 +156,15 @@ class SkipScalingConfig:
         fields = {"method": None, **entry}
         version = fields.pop("version", FORMAT_VERSION)
         try:
-            accepted = ("method", *_DEFAULTS)
+            own = METHODS[fields["method"]].fields if str(fields["method"]) in METHODS else {}
+            options = {name: fields.pop(name) for name in own if name in fields and name not in _TYPED_FIELDS}
+            accepted = ("method", *sorted(_TYPED_FIELDS), *own)
             if unknown := [name for name in fields if name not in accepted]:
                 raise UserError(
                     f"unknown skip_scaling field {unknown[0]!r}{did_you_mean(unknown[0], accepted)}; accepted: "
                     f"{', '.join(accepted)}"
                 )
-            return cls(**fields)
+            return cls(**fields, options=options)
         except UserError as error:
             if version == FORMAT_VERSION:
                 raise
@@ -178,5 +189,9 @@ class SkipScalingConfig:
         return cls.from_dict(value) if isinstance(value, Mapping) else cls(value)
 
     def __repr__(self):
-        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("method", *self._used_fields()))
+        fields = ", ".join(f"{name}={value!r}" for name, value in {"method": self.method, **self._values()}.items())
         return f"SkipScalingConfig({fields})"
+
+
+# The fields of the built-in methods. Those of registered methods are in `options`.
+_TYPED_FIELDS = {field.name for field in dataclasses.fields(SkipScalingConfig)} - {"method", "options"}

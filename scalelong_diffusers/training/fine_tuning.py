@@ -235,4 +235,4 @@ def config_without_jump(skip_scaling: SkipScalingConfig | Mapping[str, Any] | st
 
 def starts_at_identity(config: SkipScalingConfig) -> bool:
     """Return whether every factor is 1 before training, at any strength."""
-    return config.method in ("none", "learnable") or config.init == "identity"
+    return config.method in ("none", "learnable", "token_gates") or config.init == "identity"

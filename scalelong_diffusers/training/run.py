@@ -217,7 +217,9 @@ class TrainingRun:
             if parameter.requires_grad
         }
         steps = self.size.max_train_steps
-        self.optimizer_step = OptimizerStep(options, self.accelerator, named_parameters, optimizer, steps)
+        self.optimizer_step = OptimizerStep(
+            options, self.accelerator, modules.values(), named_parameters, optimizer, steps
+        )
         # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
         self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
         scaled = [module for module in modules.values() if isinstance(module, SkipScalingMixin)]

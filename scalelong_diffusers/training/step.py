@@ -1,8 +1,8 @@
 """One optimizer step: backward, clipping, AdamW, learning rate and EMA, without waiting for the device."""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +10,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import nn
 
+from scalelong_diffusers.scaling import SkipMethod
 from scalelong_diffusers.training.config import OptimizationConfig
 
 
@@ -37,6 +38,7 @@ class OptimizerStep:
         self,
         config: OptimizationConfig,
         accelerator: Accelerator,
+        modules: Iterable[nn.Module],
         named_parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
         num_steps: int,
@@ -45,7 +47,7 @@ class OptimizerStep:
         self.accelerator = accelerator
         self.named_parameters = named_parameters
         self.parameters = list(named_parameters.values())
-        self.optimizer = optimizer or adamw(config, self.parameters)
+        self.optimizer = optimizer or adamw(config, parameter_groups(config, modules, self.parameters))
         self.ema = EMAModel(self.parameters, decay=config.ema_decay, foreach=True) if config.use_ema else None
         scheduler = get_scheduler(
             config.lr_scheduler,
@@ -145,13 +147,33 @@ class OptimizerStep:
         return [name for name, weight in self.named_parameters.items() if not weight.isfinite().all()][:count]
 
 
-def adamw(config: OptimizationConfig, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+def parameter_groups(
+    config: OptimizationConfig, modules: Iterable[nn.Module], parameters: list[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Return the parameters by learning rate and weight decay, which a method of skip scaling can set for its own."""
+    methods = [method for module in modules for method in module.modules() if isinstance(method, SkipMethod)]
+    method_of = {parameter: method for method in methods for parameter in method.parameters()}
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): []}  # most parameters, shown in the log
+    for parameter in parameters:
+        method = method_of.get(parameter)
+        kind = (1.0, True) if method is None else (method.learning_rate_scale, method.has_weight_decay)
+        groups.setdefault(kind, []).append(parameter)
+    return [
+        {
+            "params": group,
+            "lr": config.learning_rate * scale,
+            "weight_decay": config.adam_weight_decay if has_weight_decay else 0.0,
+        }
+        for (scale, has_weight_decay), group in groups.items()
+        if group
+    ]
+
+
+def adamw(config: OptimizationConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     """Return the AdamW of a config. It is fused, because only a fused optimizer can skip a step on the device."""
     return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
+        groups,
         betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.adam_weight_decay,
         eps=config.adam_epsilon,
         fused=True,
     )

@@ -181,7 +181,7 @@ def test_init_equals_the_papers():
     assert abs(model.class_embed.weight.std().item() - 1) < 0.05
     assert model.patch_embed.weight.abs().max() <= 1 / math.sqrt(3 * 2 * 2)
     assert model.patch_embed.weight.std() > 0.1
-    gate = model.skip_scaler.gate(1)
+    gate = model.skip_scaler.method(1)
     assert gate.excite.weight.abs().max() <= 1
     assert gate.excite.weight.std() > 0.3
     assert gate.squeeze.bias.any()
@@ -545,7 +545,7 @@ def test_layerwise_casting():
     result = model(images(), 3).sample
     assert model.mid_block.mlp.fc1.weight.dtype == torch.float8_e4m3fn
     assert model.out_blocks[0].skip_proj.weight.dtype == torch.float8_e4m3fn
-    for kept in (model.patch_embed, model.norm, model.skip_scaler.gate(1).squeeze):
+    for kept in (model.patch_embed, model.norm, model.skip_scaler.method(1).squeeze):
         assert kept.weight.dtype == torch.float32
     assert (result - expected).abs().max() < 0.3 * expected.abs().max()
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from scalelong_diffusers import SkipScalingConfig, UserError
 from scalelong_diffusers.options import ArgumentParser, add_options, options_of
-from scalelong_diffusers.scaling.config import FORMAT_VERSION, METHODS
+from scalelong_diffusers.scaling import METHODS
+from scalelong_diffusers.scaling.config import FORMAT_VERSION
 
 
 FIELDS = {
@@ -22,14 +23,19 @@ FIELDS = {
     "gate": st.just("se"),
     "gate_axis": st.sampled_from(["auto", "channels", "tokens"]),
     "init": st.sampled_from(["paper", "identity"]),
+    "balance": st.floats(0, 1, exclude_min=True, exclude_max=True),
     "strength": st.floats(0, 1),
 }
+
+
+def fields_of(method):
+    return {*METHODS[method].fields, *(() if method == "none" else ("strength",))}
 
 
 @st.composite
 def fields(draw):
     method = draw(st.sampled_from(sorted(METHODS)))
-    names = draw(st.sets(st.sampled_from(METHODS[method]))) if METHODS[method] else set()
+    names = draw(st.sets(st.sampled_from(sorted(fields_of(method))))) if fields_of(method) else set()
     return {"method": method, **{name: draw(FIELDS[name]) for name in sorted(names)}}
 
 
@@ -48,15 +54,16 @@ def test_survives_json_pickle_and_repr(config):
 def test_resolved_config_is_complete_and_stays_the_same(config, num_skips):
     resolved = config.resolve(num_skips, gate_axis="channels")
     entry = resolved.to_dict()
-    assert set(entry) == {"version", "method", *METHODS[config.method]}
+    assert set(entry) == {"version", "method", *fields_of(config.method)}
     assert not {"auto", None} & set(entry.values())
     assert resolved.resolve(num_skips, gate_axis="tokens") == resolved
 
 
 @given(configs)
 def test_sets_only_the_fields_of_the_method(config):
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)[1:]}
-    assert {name for name, value in values.items() if value is not None} == set(METHODS[config.method])
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)[1:-1]}
+    assert config.options == {}
+    assert {name for name, value in values.items() if value is not None} == fields_of(config.method)
 
 
 @given(fields())

@@ -7,7 +7,7 @@ import torch
 from accelerate import init_empty_weights
 
 from scalelong_diffusers import UserError
-from scalelong_diffusers.scaling import SkipScaler, SkipScalingConfig
+from scalelong_diffusers.scaling import LongSkip, SkipScaler, SkipScalingConfig
 
 
 PAPER = {"shared": True, "init": "paper"}
@@ -15,7 +15,11 @@ PAPER = {"shared": True, "init": "paper"}
 
 def scaler(widths=(32, 32, 64), method="ls", device=None, dtype=None, **fields):
     config = SkipScalingConfig(method, **fields).resolve(len(widths), "channels")
-    return SkipScaler(config, widths, device=device, dtype=dtype)
+    return SkipScaler(config, long_skips(widths), device=device, dtype=dtype)
+
+
+def long_skips(widths, **others):
+    return [LongSkip(i, len(widths), "", "", width, width, **others) for i, width in enumerate(widths, start=1)]
 
 
 def gate_names(module):
@@ -26,8 +30,8 @@ def test_shared_and_separate_gates_have_different_keys():
     shared, separate = scaler(shared=True), scaler(shared=False)
     assert gate_names(shared) == {"width_32", "width_64"}
     assert gate_names(separate) == {"skip_1", "skip_2", "skip_3"}
-    assert shared.gate(1) is shared.gate(2)
-    assert shared.gate(2) is not shared.gate(3)
+    assert shared.method(1) is shared.method(2)
+    assert shared.method(2) is not shared.method(3)
 
 
 def test_gate_has_the_size_of_the_paper():
@@ -38,7 +42,7 @@ def test_gate_has_the_size_of_the_paper():
 
 def test_paper_init_equals_torch_linear():
     torch.manual_seed(0)
-    gate = scaler([512], **PAPER).gate(1)
+    gate = scaler([512], **PAPER).method(1)
     for layer, fan_in in ((gate.squeeze, 512), (gate.excite, 32)):
         bound = 1 / math.sqrt(fan_in)
         for parameter in (layer.weight, layer.bias):
@@ -52,13 +56,13 @@ def test_paper_init_equals_torch_linear():
 
 @pytest.mark.parametrize("gate", ["se", "ie"])
 def test_identity_gate_starts_at_exactly_one(gate):
-    k = scaler([64], gate=gate).gate(1)(torch.randn(2, 64, 5))
+    k = scaler([64], gate=gate).method(1)(torch.randn(2, 64, 5))
     assert torch.equal(k, torch.ones(2, 64, 1))
 
 
 def test_gate_along_the_last_axis_pools_the_tokens():
     config = SkipScalingConfig("ls", gate_axis="channels", **PAPER)
-    gate = SkipScaler(config, [32], gate_dim=2).gate(1)
+    gate = SkipScaler(config, long_skips([32], channel_dim=2)).method(1)
     skip = torch.randn(2, 7, 32)
     k = gate(skip)
     assert k.shape == (2, 1, 32)
@@ -74,22 +78,22 @@ def test_rejects_a_reduction_above_the_width():
 @pytest.mark.parametrize("method", ["cs", "ls", "learnable"])
 def test_keeps_the_dtype_of_the_skip(dtype, method):
     module = scaler(method=method)
-    assert module(torch.randn(2, 32, 4, 4, dtype=dtype), 2).dtype == dtype
+    assert module.scale(torch.randn(2, 32, 4, 4, dtype=dtype), 2).dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):
-        assert module(torch.randn(2, 32, 4, 4), 2).dtype == torch.float32
+        assert module.scale(torch.randn(2, 32, 4, 4), 2).dtype == torch.float32
 
 
 def test_keeps_the_memory_format():
     skip = torch.randn(2, 32, 4, 4).to(memory_format=torch.channels_last)
     for method in ("cs", "ls"):
-        assert scaler(method=method)(skip, 2).is_contiguous(memory_format=torch.channels_last)
+        assert scaler(method=method).scale(skip, 2).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_factor_of_one_returns_the_skip_itself():
     skip = torch.randn(2, 32, 4, 4)
-    assert scaler(method="cs")(skip, 1) is skip
-    assert scaler(method="cs")(skip, 2) is not skip
-    assert scaler(method="cs", strength=0.0)(skip, 2) is skip
+    assert scaler(method="cs").scale(skip, 1) is skip
+    assert scaler(method="cs").scale(skip, 2) is not skip
+    assert scaler(method="cs", strength=0.0).scale(skip, 2) is skip
 
 
 def test_constant_scaling_has_no_state():

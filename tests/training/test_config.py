@@ -42,6 +42,7 @@ ALTERNATIVES = [
         "skip_scaling_gate": "se", "skip_scaling_gate_axis": "channels", "skip_scaling_init": "paper",
         "skip_scaling_activation": "elu",
     },
+    {"skip_scaling": "mp_cat", "skip_scaling_balance": 0.25},
 ]  # fmt: skip
 
 

@@ -1,0 +1,194 @@
+"""The starts of the layers that read the long skips."""
+
+import diffusers
+import pytest
+import torch
+
+from scalelong_diffusers import (
+    ScaleLongUNet2DModel,
+    UserError,
+    UViTModel,
+    apply_skip_init,
+    apply_skip_scaling,
+    skip_connections,
+)
+
+
+UVIT = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "final_conv": False}
+UNET = {
+    "sample_size": 8,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "down_block_types": ("DownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "UpBlock2D"),
+}
+SCALINGS = {
+    "none": "none",
+    "cs": {"method": "cs", "kappa": 0.5},
+    "gates from 1": "ls",
+    "paper's gates": {"method": "ls", "init": "paper", "shared": True},
+    "lerp": "lerp",
+}
+
+
+def uvit(**changes):
+    torch.manual_seed(0)
+    return UViTModel(**{**UVIT, **changes})
+
+
+def inputs_of(model):
+    """Run a U-ViT and return for each decoder block its hidden state, skip, factor, and the input of its residuals."""
+    seen = []
+
+    def remember(block, args):
+        hidden, _, skip, factor = args
+        seen.append((hidden, skip, factor, block._add_skip(hidden, skip, factor)))
+
+    for block in model.out_blocks:
+        block.register_forward_pre_hook(remember)
+    with torch.no_grad():
+        model(torch.randn(2, 3, 8, 8), 10)
+    return seen
+
+
+def test_reference_is_the_default_and_changes_nothing():
+    plain, reference = uvit(), uvit(skip_init="reference")
+    assert plain.config.skip_init == "reference"
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), reference.parameters()))
+    before = [p.clone() for p in plain.parameters()]
+    apply_skip_init(plain, "reference")
+    assert all(torch.equal(a, b) for a, b in zip(before, plain.parameters()))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("block_scale", [1.0, 0.3, "rezero"])
+def test_decoder_blocks_of_a_uvit_receive_the_stated_sum(scaling, block_scale):
+    for hidden, skip, factor, received in inputs_of(uvit(skip_init="zero", skip_scaling=scaling)):
+        assert torch.equal(received, hidden)
+    model = uvit(skip_init="sum", skip_scaling=scaling, block_scale=block_scale)
+    for hidden, skip, factor, received in inputs_of(model):
+        torch.testing.assert_close(received, hidden + factor * skip)
+    for i, (hidden, skip, factor, received) in enumerate(inputs_of(uvit(skip_init="balanced", skip_scaling=scaling))):
+        k = {"none": 1, "cs": [0.5, 1][i], "paper's gates": 0.5}.get(_name(scaling), 1)
+        scale = 2**0.5 if scaling == "lerp" else (1 + k**2) ** -0.5  # lerp has already halved both
+        torch.testing.assert_close(received, scale * (hidden + factor * skip))
+
+
+def _name(scaling):
+    return next(name for name, value in SCALINGS.items() if value == scaling)
+
+
+def test_other_weights_of_a_uvit_keep_their_init():
+    reference, balanced = (dict(uvit(skip_init=start).named_parameters()) for start in ("reference", "balanced"))
+    changed = {name for name in reference if not torch.equal(reference[name], balanced[name])}
+    layers = ("hidden_proj", "skip_proj")
+    assert changed == {f"out_blocks.{b}.{layer}.weight" for b in (0, 1) for layer in layers}
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_norms_of_a_uvit_stay_within_bounds_over_depth(width):
+    def norms(start):
+        model = uvit(skip_init=start, hidden_size=width, num_layers=20, num_attention_heads=width // 32)
+        found = []
+        for block in (model.mid_block, *model.out_blocks):
+            block.register_forward_hook(lambda block, args, output: found.append(output.pow(2).mean().sqrt().item()))
+        model(torch.randn(2, 3, 8, 8), 10)
+        return torch.tensor(found) / found[0]
+
+    assert norms("reference")[1:].max() < (0.5 if width == 64 else 0.8)  # the random layer shrinks the residual stream
+    assert norms("zero").sub(1).abs().max() < 0.5
+    balanced = norms("balanced")
+    assert (0.9 < balanced).all()
+    assert (balanced < 4).all()
+    assert norms("sum")[-1] > balanced[-1]
+
+
+def resnet_shortcuts(unet, sample):
+    """Run a U-Net and return for each consumed skip the hidden state, the skip, and the output of the shortcut."""
+    seen = {}
+    for skip in skip_connections(unet):
+        unet.get_submodule(skip.where).conv_shortcut.register_forward_hook(
+            lambda conv, args, output, i=skip.i: seen.update({i: (args[0], output)})
+        )
+    with torch.no_grad():
+        unet(sample, 10)
+    return {
+        skip.i: (*seen[skip.i][0].tensor_split([seen[skip.i][0].shape[1] - skip.width], dim=1), seen[skip.i][1])
+        for skip in skip_connections(unet)
+    }
+
+
+@pytest.mark.parametrize("kappa", [None, 0.5])
+def test_shortcuts_of_a_unet_add_the_channels_that_exist(kappa):
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(**UNET)
+    if kappa is not None:
+        apply_skip_scaling(unet, {"method": "cs", "kappa": kappa})
+    apply_skip_init(unet, "balanced")
+    widths = set()
+    for i, (hidden, skip, output) in resnet_shortcuts(unet, torch.randn(2, 3, 8, 8)).items():
+        k, out_width = (kappa or 1.0) ** (i - 1), output.shape[1]
+        both = torch.zeros_like(output)
+        counts = torch.zeros(out_width)
+        for tensor, weight in ((hidden, 1.0), (skip, k)):
+            n = min(out_width, tensor.shape[1])
+            both[:, :n] += tensor[:, :n]  # the skip is scaled already
+            counts[:n] += weight**2
+        torch.testing.assert_close(output, both / counts.sqrt()[:, None, None])
+        widths.add((hidden.shape[1], skip.shape[1], out_width))
+    assert len(widths) > 2
+    assert any(hidden != out for hidden, _, out in widths)
+
+
+def test_start_is_saved_and_loaded_weights_are_not_started_again(tmp_path):
+    model = uvit(skip_init="sum", skip_scaling="cs")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"low_cpu_mem_usage": False}):
+        loaded = UViTModel.from_pretrained(tmp_path, **options)
+        assert loaded.config.skip_init == "sum"
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters()))
+    fresh = UViTModel.from_config(loaded.config)
+    assert torch.equal(fresh.out_blocks[0].hidden_proj.weight, torch.eye(32))
+
+
+def test_folder_saved_before_skip_init_existed(tmp_path):
+    model = uvit()
+    model.save_pretrained(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    assert '"skip_init": "reference",' in config
+    (tmp_path / "config.json").write_text(config.replace('"skip_init": "reference",', ""))
+    loaded = UViTModel.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters()))
+    assert loaded.config.skip_init == "reference"
+
+
+def test_function_and_config_field_agree():
+    built = uvit(skip_init="balanced", skip_scaling="cs")
+    changed = apply_skip_init(apply_skip_scaling(uvit(), "cs"), "balanced")
+    assert changed.config.skip_init == "balanced"
+    assert all(torch.equal(a, b) for a, b in zip(built.parameters(), changed.parameters()))
+
+
+def test_rejects_an_unknown_start():
+    message = r"skip_init must be one of reference, zero, sum, balanced, got 'balance' \(did you mean 'balanced'\?\)"
+    with pytest.raises(UserError, match=message):
+        uvit(skip_init="balance")
+    with pytest.raises(UserError, match=message):
+        apply_skip_init(uvit(), "balance")
+
+
+def test_refuses_trained_weights(tmp_path):
+    uvit().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="skip_init='sum' is for models that are trained from scratch, and .* has train"):
+        UViTModel.from_pretrained(tmp_path, skip_init="sum")
+    for model in (uvit(), ScaleLongUNet2DModel(**UNET)):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 3, 8, 8), 10).sample.sum().backward()
+        optimizer.step()
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(UserError, match="weights of this .* are trained .* and skip_init would destroy them"):
+            apply_skip_init(model, "balanced")
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
