@@ -535,3 +535,9 @@ def predict():
             return pipe.unet(latents, torch.arange(count) * 300, **arguments).sample
 
     return run
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Forget compiled code: torch limits how often it compiles the same function."""
+    torch._dynamo.reset()

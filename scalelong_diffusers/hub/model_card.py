@@ -198,7 +198,9 @@ def _describe_scaling(scaling: SkipScalingConfig) -> str:
         sentence = _SCALINGS[name].format(kappa=scaling.kappa)
     else:
         method = METHODS[name]
-        source = "" if method.is_built_in else f" Import `{method.build.__module__}`, which defines it, before loading."
+        source = (
+            "" if method.is_built_in else f" Import `{method.build.__module__}`, which defines it, before loading."
+        )
         sentence = f"The long skip connections use the method `{name}`: {method.summary}{source}"
     if scaling.strength in (None, 1.0):
         return sentence

@@ -86,8 +86,9 @@ def _identity_like(weight: torch.Tensor) -> torch.Tensor:
 def _check_untrained(model: nn.Module):
     for name, module in model.named_modules():
         if isinstance(module, nn.GroupNorm | nn.LayerNorm) and module.weight is not None:
-            if module.weight.ne(1).any() or (module.bias is not None and module.bias.ne(0).any()):
+            bias = module.weight.new_zeros(1) if module.bias is None else module.bias
+            if module.weight.ne(1).any() or bias.ne(0).any():
                 raise UserError(
-                    f"the weights of this {type(model).__name__} are trained ({name} has changed), and skip_init would "
-                    "destroy them: use it only for a model that is trained from scratch"
+                    f"the weights of this {type(model).__name__} are trained ({name} is not in its initial state), "
+                    "and skip_init would destroy them: use it only for a model that is trained from scratch"
                 )

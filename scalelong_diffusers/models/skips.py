@@ -40,7 +40,7 @@ class SkipLayout:
 
     def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer | None:
         """Return the layer by which the residual path reads a skip, or None if there is no layer."""
-        raise UserError(f"skip_init does not know the layers that read the long skips of a {type(model).__name__}")
+        raise UserError(f"apply_skip_init does not support {type(model).__name__}")
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
@@ -199,9 +199,10 @@ class ConcatenationHook:
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not self.scaler.changes_hidden(self.skip.index):
             return None
-        hidden, skip = args[0].tensor_split([self.skip.hidden_width], dim=self.skip.channel_dim)
-        both = torch.cat(self.scaler.combine(hidden, skip, self.skip.index), dim=self.skip.channel_dim)
-        return _replaced(args, kwargs, {0: both})
+        place = 0 if args else next(iter(kwargs))  # the layers of UNetMotionModel are called with keywords
+        both, dim = _argument(args, kwargs, place), self.skip.channel_dim
+        hidden, skip = both.tensor_split([self.skip.hidden_width], dim=dim)
+        return _replaced(args, kwargs, {place: torch.cat(self.scaler.combine(hidden, skip, self.skip.index), dim=dim)})
 
 
 class SkipTensorHook:

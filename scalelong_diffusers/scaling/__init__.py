@@ -2,7 +2,14 @@
 
 from scalelong_diffusers.scaling.config import SkipScalingConfig
 from scalelong_diffusers.scaling.factors import skip_energy, skip_factors, solve_kappa
-from scalelong_diffusers.scaling.methods import METHODS, LongSkip, SkipFactor, SkipMethod, SkipMix, register_skip_method
+from scalelong_diffusers.scaling.methods import (
+    METHODS,
+    LongSkip,
+    SkipFactor,
+    SkipMethod,
+    SkipMix,
+    register_skip_method,
+)
 from scalelong_diffusers.scaling.scaler import SkipScaler
 
 

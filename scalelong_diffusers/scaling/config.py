@@ -22,7 +22,9 @@ _UNUSED_BY_GATE = {"ie": ("reduction", "activation")}
 
 
 def _field(name: str, help: str, **details) -> Any:
-    defaults = {"strength": 1.0} | {field: value for method in METHODS.values() for field, value in method.fields.items()}
+    defaults = {"strength": 1.0} | {
+        field: value for method in METHODS.values() for field, value in method.fields.items()
+    }
     help = f"{help} (default: {defaults[name]})"
     return option(None, help, **{"flag": f"skip_scaling_{name}", "on_resume": "fixed", **details})
 
@@ -65,7 +67,11 @@ class SkipScalingConfig:
         on_resume="fixed",
     )
     kappa: float | Literal["auto"] | None = _field(
-        "kappa", "for cs, constant and compensated_cs: in (0, 1], or 'auto', which solves S = 5", flag="kappa", above=0, at_most=1
+        "kappa",
+        "for cs, constant and compensated_cs: in (0, 1], or 'auto', which solves S = 5",
+        flag="kappa",
+        above=0,
+        at_most=1,
     )
     reverse: bool | None = _field("reverse", "for cs: k_i = kappa^(N-i+1)")
     shared: bool | None = _field("shared", "for ls: one gate for all skips of the same width")
@@ -99,9 +105,7 @@ class SkipScalingConfig:
         if unused := [name for name in given if name not in used]:
             name = unused[0]
             user = f"gate {self.gate!r}" if name in METHODS[self.method].fields else f"method {self.method!r}"
-            raise UserError(
-                f"{name}={given[name]!r} is not used by {user}; its fields: {', '.join(used) or 'none'}"
-            )
+            raise UserError(f"{name}={given[name]!r} is not used by {user}; its fields: {', '.join(used) or 'none'}")
         values = {name: given.get(name, default) for name, default in used.items()}
         for name in _TYPED_FIELDS & values.keys():
             value = values.pop(name)
@@ -156,7 +160,7 @@ class SkipScalingConfig:
         fields = {"method": None, **entry}
         version = fields.pop("version", FORMAT_VERSION)
         try:
-            own = METHODS[fields["method"]].fields if str(fields["method"]) in METHODS else {}
+            own = METHODS[cls(fields["method"]).method].fields
             options = {name: fields.pop(name) for name in own if name in fields and name not in _TYPED_FIELDS}
             accepted = ("method", *sorted(_TYPED_FIELDS), *own)
             if unknown := [name for name in fields if name not in accepted]:

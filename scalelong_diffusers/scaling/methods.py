@@ -123,9 +123,7 @@ METHODS: dict[str, RegisteredMethod] = {}
 Build = TypeVar("Build", bound=Callable[..., SkipMethod])
 
 
-def register_skip_method(
-    name: str, has_parameters: bool = True, key: str | None = None
-) -> Callable[[Build], Build]:
+def register_skip_method(name: str, has_parameters: bool = True, key: str | None = None) -> Callable[[Build], Build]:
     """
     Register a class, or a function that returns a module, as a method of skip scaling.
 

@@ -9,6 +9,7 @@ from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.models.skip_init import SKIP_INITS
 from scalelong_diffusers.options import (
     ArgumentParser,
     add_options,
@@ -19,7 +20,6 @@ from scalelong_diffusers.options import (
     option,
     options_of,
 )
-from scalelong_diffusers.models.skip_init import SKIP_INITS
 from scalelong_diffusers.presets import PRESETS, Task, get_preset
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES

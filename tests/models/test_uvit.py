@@ -441,12 +441,6 @@ def test_training_step_saves_neither_activations_nor_scaled_skips(checkpointing)
 # --- Features of diffusers and PEFT
 
 
-@pytest.fixture
-def fresh_compiler():
-    """Forget compiled code: torch limits how often it compiles the same function."""
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("name", ["cs", "ls", "learnable"])
 @pytest.mark.slow
 def test_compiles_without_a_graph_break(name, fresh_compiler):
