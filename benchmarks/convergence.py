@@ -1,84 +1,98 @@
 """
-When does training with scaled skips take fewer steps, and how many fewer?
+In how many fewer steps do models train whose long skips are scaled, or whose skip layers start as a sum?
 
-    python benchmarks/convergence.py [--parts A C D E F] [--jobs 2] [--data /usr/share/datasets/fashion-mnist]
-    python benchmarks/convergence.py --quick      three methods, one seed, 1,000 steps
+    python benchmarks/convergence.py [--workloads NAME ...] [--methods NAME ...] [--jobs 2] [--data FOLDER_OR_HUB_ID]
+    python benchmarks/convergence.py --quick      two methods, one seed, 500 steps
     python benchmarks/convergence.py --report     only the tables and the figure, from the finished runs
 
 The protocol, fixed before the first run:
 
-- Fashion-MNIST, 28 x 28 pixels, from Debian's package dataset-fashion-mnist, a folder or the Hub.
-- `train_unconditional.py`: epsilon prediction, linear betas, a U-ViT with 20 layers, width 64, 4 heads and patch size
-  4, batch size 32, AdamW with weight decay 0.03, 100 warm-up steps and then a constant learning rate, gradients
-  clipped at 1.0, 2,000 steps.
-- Every 50 steps: the loss of 512 test images with fixed noise and timesteps, for the EMA weights (maximum decay 0.995,
-  which ramps up as in the scripts) and for the raw weights. The headline numbers use the EMA weights; the tables also
-  show the raw weights. The final loss is the mean of the last three evaluations.
-- A run diverges if it stops early or if its final loss, in EMA or raw weights, is above its first evaluation. A plain
-  run that diverges sets no target. (Added after the first twelve runs, of which one had diverged to a loss of 1; "in
-  EMA or raw weights" after a run diverged so late that its EMA weights did not show it yet.)
-- A target is reached at the first of three consecutive evaluations below it. The target is the final loss of the plain
-  model after all 2,000 steps. The speed-up is 2,000 / the steps of the method.
-
-Parts:
-
-- A, tuned learning rates, the claim that counts: five learning rates with one seed for each method; then each method
-  at its best learning rate (lowest final loss) with seeds 0 to 2. The target is the plain model at its own best
-  learning rate with the same seed. Reported are median and range over the seeds.
-- B, equal settings, the paper's protocol: the runs of A at equal learning rates. The target is the plain model at the
-  same learning rate.
-- C, one change at a time, at the best learning rates of A: 12 and 28 layers, batch sizes 16 and 64; and a small U-Net
-  (UNet2DModel, three levels with 16, 32 and 32 channels, attention in the last: 9 skips) at its own four learning
-  rates, one seed. (The widths and learning rates of the U-Net were chosen after A, before its first run.)
-- D, the parts of CS: a plain model whose `skip_proj`, which reads the skips, starts with weights times k, or trains
-  with a learning rate times k, or has both and everything else that makes it equal to CS, except for clipping
-  (benchmarks/without_factors.py).
-- E, batch size 64 with seeds 0 to 2, for the plain model and the method that differed most from it there. (Added after
-  C, to see whether the seed was the reason.)
-- F, the optimizer of U-ViT's CIFAR-10 model, as in the paper: betas 0.99 and 0.999 and no clipping, everything else as
-  in A, at four learning rates; then each method at its best learning rate with seeds 0 to 2. (Added after A, where no
-  run was unstable, and after two runs at 2e-3, plain and CS, which showed that the plain model is unstable with this
-  optimizer.)
+- Data: Fashion-MNIST, 28 x 28 pixels, from Debian's package dataset-fashion-mnist, a folder or the Hub.
+- Training: the package's own scripts with epsilon prediction, linear betas, AdamW with beta2 0.999 and weight decay
+  0.03, 100 warm-up steps and then a constant learning rate, gradients clipped at 1.0, a maximum EMA decay of 0.995.
+- Every 50 steps: the loss of 256 held-out images with fixed noise, in EMA and in raw weights. All numbers in the
+  tables use EMA weights. The final loss is the mean of the last three validations.
+- Workloads: a U-ViT with 20 layers, width 64, 4 heads and patch size 7 with batches of 32 images for 1,500 steps; the
+  same with one change (12 or 28 layers; batches of 16 for 2,000 steps or of 64 for 1,000 steps; patch size 4 for 1,000
+  steps); the same on the package's shapes with classes at 16 x 16 pixels and patch size 4; and a small U-Net for 1,000
+  steps.
+- Methods: METHODS in convergence_runs.py. METHODS_ON names the methods of each workload.
+- Tuning: each method has the same budget on each workload: five learning rates (1e-3 to 1.6e-2) times two values of
+  beta1 (0.9, 0.99), with seed 0. The best setting has the lowest final loss.
+- Stopping rule: a tuning run is out of the race if its loss at 1/4 or 1/2 of its steps is above 1.25 times the lowest
+  loss that a tuning run of the same method and workload has there, among the runs that are still in the race. (If no
+  validation falls on that step, the last one before it counts.) The rule is applied to the curves of all ten runs when
+  the best setting is chosen, so it does not matter which of two parallel runs is faster. In addition, a process is
+  stopped as soon as finished runs show that it is out of the race, which only saves time.
+- Divergence: a run diverges if it stops because of non-finite losses, or if its final loss, in EMA or raw weights, is
+  above its first validation.
+- Comparison: each method at its best setting with the fresh seeds 1 to 8. The target is the median of the plain
+  model's final losses over its seeds. A run reaches the target at the first of three consecutive validations below it;
+  a run that does not, or that diverges, needs infinitely many steps. The speed-up of a run is the number of steps of
+  the whole training / the steps to the target. Reported are the median over seeds and the smallest speed-up. By a
+  one-sided sign test, the true median is at least the smallest of 8 speed-ups with p = 1/256.
+- The paper's protocol, as a second table: 20 layers, U-ViT's optimizer (beta1 0.99, no clipping), equal learning
+  rates, seeds 1 and 2, no tuning and no stopping. The target is the plain model's final loss at the same rate and
+  seed.
+- Performance profiles as in AlgoPerf: the fraction of workloads on which a method's median steps to the target are
+  within a factor tau of the best method's.
+- Quality: FID of 1,000 samples (20 sampling steps) after each quarter of the training, for seeds 1 to 3 on two
+  workloads. The features are those that a small ResNet learned from the labels of Fashion-MNIST (feature_network.py).
 
 Each run is a process with one thread. To resume after an interruption, run the same command again. Finished runs are
-lines of benchmarks/convergence.jsonl and are not repeated.
+lines of benchmarks/convergence.jsonl and are not repeated. The folder of a finished run is deleted, except for its
+log.
 """
 
 import argparse
 import gzip
 import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from convergence_report import draw_figure, quick_table, tables
-from convergence_runs import AS_UVIT, METHODS, MODELS, SETTLED, SIZE, TRAINING, Results, Run, runs_of
+from convergence_runs import (
+    FID_PARTS,
+    FID_WORKLOADS,
+    METHODS,
+    METHODS_ON,
+    QUICK,
+    SIZE,
+    STOPPED_EARLY,
+    TRAINING,
+    WORKLOADS,
+    Results,
+    Run,
+)
+from feature_network import feature_network
 from measure import exit_on_signals
 
+from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.files import atomic_write
 
 
-PARTS = ("A", "C", "D", "E", "F")
 DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
 FIGURES = Path(__file__).parents[1] / "docs" / "images"
+NUM_TEST_IMAGES = 10_000
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART",
-        help=f"parts to run, of {', '.join(PARTS)} (default: all; B reuses the runs of A)",
-    )  # fmt: skip
-    names = ", ".join(f'"{name}"' for name in METHODS)
-    add(
-        "--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), metavar="NAME",
-        help=f"methods to run, of {names} (default: all)",
-    )  # fmt: skip
-    add("--quick", action="store_true", help="only a few short runs, stored separately")
+    for flag, known in (("--workloads", METHODS_ON), ("--methods", METHODS)):
+        names = ", ".join(f'"{name}"' for name in known)
+        add(
+            flag, nargs="+", choices=tuple(known), default=list(known), metavar="NAME",
+            help=f"some of {names} (default: all)",
+        )  # fmt: skip
+    add("--quick", action="store_true", help="only two short runs, stored separately")
     add("--report", action="store_true", help="train nothing; print the tables and draw the figure of finished runs")
     add("--jobs", type=int, default=os.cpu_count(), help="number of runs at a time (default: one per core)")
     add("--data", default=DEBIAN_FOLDER, help="folder with Fashion-MNIST, or its Hub id (default: %(default)s)")
@@ -96,79 +110,92 @@ def main():
 
 
 def compare(arguments: argparse.Namespace):
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    quick = arguments.quick
-    results = Results(arguments.folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
+    folder, quick = arguments.folder.resolve(), arguments.quick
+    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
     if not arguments.report:
         with results.locked():
-            scheduler = Scheduler(
-                arguments.folder, data_flag(arguments.data, arguments.folder), results, arguments.jobs
-            )
-            for part in ["quick"] if quick else arguments.parts:
-                # Twice: the best learning rates are known only after the first pass.
-                for _ in range(2):
-                    scheduler.run_all([run for run in runs_of(part, results) if run.method in arguments.methods])
-    print(quick_table(results) if quick else tables(results))
+            scheduler = Scheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
+            for workload in [QUICK] if quick else arguments.workloads:
+                scheduler.run_all(workload, arguments.methods)
+                report(results, quick)
+    else:
+        report(results, quick)
+
+
+def report(results: Results, quick: bool):
+    print(quick_table(results) if quick else tables(results), flush=True)
     if not quick:
         draw_figure(results, FIGURES)
 
 
-def data_flag(data: str, folder: Path) -> str:
-    """Return the data flag of the training script. Debian's idx files are converted to parquet first."""
+def data_source(data: str, folder: Path) -> dict[str, str]:
+    """Return the data option of the training script. Debian's idx files are converted to parquet first."""
     if not Path(data).is_dir():
         if Path(data).is_absolute():
             sys.exit(
                 f"folder {data} does not exist: run apt-get install dataset-fashion-mnist, or pass a folder with "
                 "Fashion-MNIST or its Hub id as --data"
             )
-        return f"--dataset_name={data}"
+        return {"dataset_name": data}
     if not list(Path(data).glob("*-images-idx3-ubyte.gz")):
-        return f"--train_data_dir={data}"
+        return {"train_data_dir": data}
+    out = folder / "fashion-mnist"
+    out.mkdir(exist_ok=True)
+    for split, stem in (("train", "train"), ("test", "t10k")):
+        if not (out / f"{split}.parquet").exists():
+            _convert(Path(data), stem, out / f"{split}.parquet")
+    return {"train_data_dir": str(out)}
+
+
+def _convert(data: Path, stem: str, file: Path):
     import datasets
     import numpy as np
     from PIL import Image
 
     datasets.disable_progress_bars()
-    out = (folder / "fashion-mnist").resolve()
-    out.mkdir(exist_ok=True)
-    for split, stem in (("train", "train"), ("test", "t10k")):
-        file = out / f"{split}.parquet"
-        with gzip.open(Path(data, f"{stem}-images-idx3-ubyte.gz")) as images:
-            pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, SIZE, SIZE)
-        columns = {"image": [Image.fromarray(image) for image in pixels]}
-        table = datasets.Dataset.from_dict(columns, features=datasets.Features({"image": datasets.Image()}))
-        atomic_write(file, table.to_parquet, durable=False)
-    return f"--train_data_dir={out}"
+    with gzip.open(data / f"{stem}-images-idx3-ubyte.gz") as images:
+        pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, SIZE, SIZE)
+    with gzip.open(data / f"{stem}-labels-idx1-ubyte.gz") as labels:
+        classes = np.frombuffer(labels.read(), np.uint8, offset=8)
+    columns = {"image": [Image.fromarray(image) for image in pixels], "label": classes.tolist()}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(10)})
+    atomic_write(file, datasets.Dataset.from_dict(columns, features=features).to_parquet, durable=False)
 
 
 class Scheduler:
     """Runs several trainings at a time, each in its own process."""
 
-    def __init__(self, folder: Path, data: str, results: Results, jobs: int):
+    def __init__(self, folder: Path, data: dict[str, str], results: Results, jobs: int):
         self.folder = folder
         self.data = data
         self.results = results
         self.jobs = jobs
         self.processes: dict[Run, subprocess.Popen] = {}
-        self.durations: list[float] = []
-        for name, config in MODELS.items():
-            self._config(name).write_text(json.dumps(config))
+        self.accuracy: float | None = None
+        self.num_finished = 0
+        for name, workload in WORKLOADS.items():
+            self._model_config(name).write_text(json.dumps(workload.model))
 
-    def run_all(self, runs: list[Run]):
-        """Train all runs without results and add their results."""
-        waiting = [run for run in dict.fromkeys(runs) if run not in self.results]
-        started = {}
+    def run_all(self, workload: str, methods: list[str]):
+        """Run all planned runs of a workload that have no results, and add their results."""
+        if workload in FID_WORKLOADS and self._waiting(workload, methods):
+            data = DataConfig(**self.data, resolution=SIZE, validation_size=NUM_TEST_IMAGES)
+            self.accuracy = feature_network(self._network, data)
         try:
-            while waiting or self.processes:
-                while waiting and len(self.processes) < self.jobs:
-                    run = waiting.pop(0)
-                    started[run] = time.monotonic()
+            while (waiting := self._waiting(workload, methods)) or self.processes:
+                for run in waiting[: self.jobs - len(self.processes)]:
                     self.processes[run] = self._start(run)
                 time.sleep(1)
-                for run in [run for run, process in self.processes.items() if process.poll() is not None]:
-                    self._collect(run, self.processes.pop(run))
-                    self.durations.append(time.monotonic() - started[run])
-                    self._report(run, len(waiting))
+                for run, process in list(self.processes.items()):
+                    early = process.poll() is None and self._is_hopeless(run)
+                    if early:
+                        process.terminate()
+                        process.wait()
+                    if process.poll() is not None:
+                        self._collect(run, process, early)
+                        del self.processes[run]
+                        self._report(run, len(self._waiting(workload, methods)))
         except BaseException:
             # Each run saves a checkpoint, and the same command resumes it.
             for process in self.processes.values():
@@ -177,74 +204,113 @@ class Scheduler:
                 process.wait()
             raise
 
+    def _waiting(self, workload: str, methods: list[str]) -> list[Run]:
+        planned = self.results.planned_runs(workload, methods)
+        return [run for run in planned if run not in self.results and run not in self.processes]
+
     def _start(self, run: Run) -> subprocess.Popen:
-        folder = self.folder / run.name
+        workload = WORKLOADS[run.workload]
         settings = {
             **TRAINING,
-            **(AS_UVIT if run.as_uvit else {}),
-            "output_dir": folder,
-            "model_config_name_or_path": self._config(run.model),
+            **(self.data if workload.uses_fashion_mnist else {}),
+            "output_dir": self._output(run),
+            "model_config_name_or_path": self._model_config(run.workload),
             "learning_rate": run.learning_rate,
+            "adam_beta1": run.beta1,
             "seed": run.seed,
-            "train_batch_size": run.batch_size,
-            "max_train_steps": run.steps,
+            "train_batch_size": workload.batch_size,
+            "max_train_steps": workload.steps,
+            **workload.flags,
+            **(self._fid_settings(run) if run.measures_fid else {}),
         }
-        words = [self.data, *METHODS[run.method], *(f"--{name}={value}" for name, value in settings.items())]
-        if any(folder.glob("checkpoint-*")):
+        words = [*METHODS[run.method], *(f"--{name}={value}" for name, value in settings.items())]
+        if any(self._output(run).glob("checkpoint-*")):
             words.append("--resume_from_checkpoint=latest")
-        script = ["-m", "scalelong_diffusers.train.train_unconditional"]
-        if run.of_cs is not None:
-            script = [str(Path(__file__).with_name("without_factors.py")), f"--of_cs={run.of_cs}"]
         with open(self._error_log(run), "w") as errors:
             return subprocess.Popen(
-                [sys.executable, *script, *words],
+                [sys.executable, "-m", f"scalelong_diffusers.train.{workload.script}", *words],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C reaches only the benchmark, which stops its runs
             )
 
-    def _config(self, model: str) -> Path:
-        return self.folder / f"{model}.json"
+    def _fid_settings(self, run: Run) -> dict[str, str | int | Path]:
+        return {
+            "eval_steps": run.steps // FID_PARTS,
+            "num_eval_images": 1_000,
+            "eval_features": self._network,
+            "eval_metric": "fid",
+            "num_inference_steps": 20,
+        }
+
+    @property
+    def _network(self) -> Path:
+        return self.folder / "feature-network"
+
+    def _model_config(self, workload: str) -> Path:
+        return self.folder / f"{workload.replace(' ', '_')}.json"
+
+    def _output(self, run: Run) -> Path:
+        return self.folder / run.name
 
     def _error_log(self, run: Run) -> Path:
         return self.folder / f"{run.name}.log"
 
-    def _collect(self, run: Run, process: subprocess.Popen):
+    def _log(self, run: Run) -> list[dict[str, Any]]:
+        """Return the complete lines of the run's log."""
+        file = self._output(run) / "metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def _is_hopeless(self, run: Run) -> bool:
+        if not run.is_tuning:
+            return False
+        return self.results.is_hopeless(run, [(step, _finite(ema)) for step, ema, _ in _evaluations(self._log(run))])
+
+    def _collect(self, run: Run, process: subprocess.Popen, early: bool = False):
         messages = self._error_log(run).read_text().strip().splitlines() or ["no error message"]
-        stopped = messages[-1] if process.returncode else None
-        if stopped is not None and "finite" not in stopped:
+        stopped = STOPPED_EARLY if early else messages[-1] if process.returncode else None
+        if stopped is not None and not early and "finite" not in stopped:
             sys.exit(f"{run.name} exited with code {process.returncode}: {stopped}")
-        lines = [json.loads(line) for line in (self.folder / run.name / "metrics.jsonl").read_text().splitlines()]
+        lines = self._log(run)
         steps = [line["step"] for line in lines]
         if steps != sorted(set(steps)):
-            sys.exit(f"{self.folder / run.name} was written by two processes: delete it and run the benchmark again")
-        evaluated = [line for line in lines if "validation_loss" in line]
-        norms = [line["grad_norm"] for line in lines if line["step"] > SETTLED and line["grad_norm"] is not None]
-        self.results.add(
-            run,
-            {
-                "stopped": stopped,
-                "evaluations": [
-                    [line["step"], _rounded(line["validation_loss"]), _rounded(line["validation_loss_raw"])]
-                    for line in evaluated
-                ],
-                "grad_norm": {"mean": statistics.mean(norms), "max": max(norms)} if norms else None,
-                "images_per_second": statistics.median(line["images_per_second"] for line in lines) if lines else None,
-            },
-        )
+            sys.exit(f"{self._output(run)} was written by two processes: delete it and run the benchmark again")
+        fids = [[line["step"], round(line["fid"], 3)] for line in lines if "fid" in line]
+        measured = {
+            "stopped": stopped,
+            "evaluations": _evaluations(lines),
+            "images_per_second": statistics.median(line["images_per_second"] for line in lines) if lines else None,
+        }
+        self.results.add(run, {**measured, **({"fid": fids, "accuracy": self.accuracy} if fids else {})})
+        self._delete(run)
+
+    def _delete(self, run: Run):
+        """Delete the folder of a finished run, and keep its log."""
+        log = self._output(run) / "metrics.jsonl"
+        if log.exists():
+            log.replace(self.folder / f"{run.name}.jsonl")
+        shutil.rmtree(self._output(run), ignore_errors=True)
 
     def _report(self, run: Run, waiting: int):
-        seconds = statistics.median(self.durations) * (waiting / self.jobs + 1) if waiting else 0
-        print(
-            f"{run.name}: loss {self.results.final_loss(run):.4f}; {waiting} runs left, {seconds / 60:.0f} minutes",
-            flush=True,
-        )
+        self.num_finished += 1
+        outcome = "stopped early" if self.results.lines[run]["stopped"] else f"loss {self.results.final_loss(run):.4f}"
+        print(f"{time.strftime('%H:%M')} {run.name}: {outcome}; {waiting} runs are waiting", flush=True)
 
 
-def _rounded(loss: float | None) -> float | None:
-    """Round a loss. None means that it was not finite."""
-    return None if loss is None else round(loss, 5)
+def _evaluations(log: list[dict[str, Any]]) -> list[list[float | None]]:
+    """Return step, loss in EMA weights and in raw weights of each validation. None means that it was not finite."""
+    names = ("validation_loss", "validation_loss_raw")
+    return [
+        [line["step"], *(None if line[name] is None else round(line[name], 5) for name in names)]
+        for line in log
+        if names[0] in line
+    ]
+
+
+def _finite(loss: float | None) -> float:
+    return math.inf if loss is None else loss
 
 
 if __name__ == "__main__":

@@ -2,160 +2,214 @@
 
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 from chart import HEIGHT, WIDTH, Curve, chart
 from convergence_runs import (
-    METHODS,
-    QUICK_METHODS,
-    SETTLED,
+    BASE,
+    BETA1S,
+    EVERYWHERE,
+    FID_PARTS,
+    FID_SEEDS,
+    FID_WORKLOADS,
+    METHODS_ON,
+    PAPER,
+    PAPER_RATES,
+    PLAIN,
+    QUICK,
+    QUICK_RATES,
+    RATES,
+    SEEDS,
+    TUNED,
     Results,
     Run,
-    cs_equivalent_runs,
-    learning_rate_runs,
-    quick_run,
-    seed_runs,
-    variation_runs,
+    paper_runs,
 )
 
 
-# The methods in the figure with their labels: as many as a reader can tell apart. The last one was added once it was
-# known to be the best.
-SHOWN = {
-    "none": "plain",
-    "cs 0.9": "CS, kappa 0.9",
-    "ls per skip": "LS, gates from near 0.5",
-    "ls per skip, identity": "LS, gates from 1",
-}
-
-CS_EQUIVALENTS = {
-    "init": "initial weights times k",
-    "rate": "learning rate times k",
-    "both": "both, and weight decay and epsilon divided by k",
-}
-
-# Stand-ins for a speed-up; they sort below every speed-up.
-_NOT_REACHED, _DIVERGES = 0.0, -1.0
+TAUS = (1, 1.25, 1.5, 2, 3, 4)
 
 
 def tables(results: Results) -> str:
     """Return all tables as Markdown sections."""
-    compared = {
-        "Equal learning rates, as the paper compares": {method: _by_rate(method) for method in METHODS},
-        "U-ViT's optimizer, equal learning rates": {method: _by_rate(method, as_uvit=True) for method in METHODS},
-        "Other depths and batch sizes, at the best learning rates": _variations(results),
-        "A small U-Net, equal learning rates": {method: _by_rate(method, "unet") for method in METHODS},
-    }
     sections = {
-        "Speed-up": overview(results),
-        "Tuned learning rates, the claim that counts": tuned_rates(results),
-        "U-ViT's optimizer, tuned learning rates": tuned_rates(results, as_uvit=True),
-        "Batch size 64, at the best learning rates of batch size 32": tuned_rates(results, batch_size=64),
-        "A small U-Net, tuned learning rates": tuned_rates(results, model="unet"),
+        "Tuned settings": comparison(results),
+        "Performance profiles": profiles(results),
+        "FID": quality(results),
+        "The paper's protocol": paper_protocol(results),
+        "Final losses of the tuning runs": tuning(results),
     }
-    for title, runs in compared.items():
-        sections[title] = _against_plain(results, runs)
-        sections[f"{title}, raw weights"] = _against_plain(results, runs, raw=True)
-    sections["A plain model with parts of CS instead of the factors"] = cs_equivalents(results)
     return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
 
 
 def quick_table(results: Results) -> str:
     """Return the table of `--quick`."""
-    runs = {method: quick_run(method) for method in QUICK_METHODS}
-    return _against_plain(results, {method: {f"{run.learning_rate:g}": run} for method, run in runs.items()})
+    runs = [Run(QUICK, method, rate) for method, rate in QUICK_RATES.items()]
+    rows = [[run.method, f"{run.learning_rate:g}", _against(results, [(run, runs[0])])] for run in runs]
+    return _table(("method", "learning rate", "final loss (speed-up)"), rows if runs[0] in results else [])
 
 
-def overview(results: Results) -> str:
-    """Return the speed-up of each method over the plain model, both at their best learning rates, in EMA weights."""
-    settings = {
-        "20 layers, batch 32": {},
-        "U-ViT's optimizer": {"as_uvit": True},
-        "12 layers": {"model": "uvit-12"},
-        "28 layers": {"model": "uvit-28"},
-        "batch 16": {"batch_size": 16},
-        "batch 64": {"batch_size": 64},
-        "small U-Net": {"model": "unet"},
-    }
-    rows = []
-    for method in METHODS:
-        pairs = [_pairs(results, method, **others) for others in settings.values()]
-        if method != "none" and any(pairs):
-            rows.append([method, *(_speed_up(results, column) for column in pairs)])
-    return _table(("method", *settings), rows)
+def plain_target(results: Results, workload: str) -> float:
+    """Return the median of the plain model's final losses over the seeds, or infinity if it has no finished runs."""
+    runs = _finished_seeds(results, workload, PLAIN)
+    return statistics.median(results.final_loss(run) for run in runs) if runs else math.inf
 
 
-def tuned_rates(results: Results, **others) -> str:
-    """Compare each method at its best learning rate with the plain model at its own best, seed by seed."""
-    rows = []
-    for method in METHODS:
-        runs = _finished_seeds(results, method, **others)
-        if not runs:
-            continue
-        pairs = _pairs(results, method, **others)
-        row = [method, f"{runs[0].learning_rate:g}", str(len(runs))]
-        for raw in (False, True):
-            row.append(_spread([results.final_loss(run, raw) for run in runs], statistics.median, _format_loss))
-            row.append("1" if method == "none" else _speed_up(results, pairs, raw))
-        rows.append([*row, _gradient_norms(results, runs)])
-    heads = ("method", "best learning rate", "seeds", "final loss, EMA weights", "speed-up")
-    raw_heads = ("final loss, raw weights", "speed-up, raw weights")
-    return _table((*heads, *raw_heads, f"gradient norm after step {SETTLED}, mean / max"), rows)
+def speed_ups(results: Results, workload: str, method: str) -> list[float]:
+    """Return all steps / steps to the target of each finished seed. 0 means that the run missed the target."""
+    target = plain_target(results, workload)
+    if math.isinf(target):
+        return []
+    return [run.steps / results.steps_to(target, run) for run in _finished_seeds(results, workload, method)]
 
 
-def cs_equivalents(results: Results) -> str:
-    """Return the table of part D: plain models with parts of CS, between the plain model and CS itself."""
-    rate = results.best_rate("cs 0.9") or 0
-    runs = {CS_EQUIVALENTS[of_cs]: run for of_cs, run in cs_equivalent_runs(rate).items()}
-    if any(run in results for run in runs.values()):
-        runs = {"nothing (plain model)": Run("none", rate), **runs, "the factors themselves (CS)": Run("cs 0.9", rate)}
+def comparison(results: Results) -> str:
+    """Compare all methods at their best settings with the plain model, on each workload."""
     rows = [
-        [name, *(_format_loss(results.final_loss(run, raw)) for raw in (False, True))]
-        for name, run in runs.items()
-        if run in results
+        _comparison_row(results, workload, method)
+        for workload in TUNED
+        for method in METHODS_ON[workload]
+        if _finished_seeds(results, workload, method)
     ]
-    return _table(("instead of the factors", "final loss, EMA weights", "raw weights"), rows)
+    heads = ("workload", "method", "rate, beta1", "seeds", "final loss", "better seeds", "steps to target")
+    return _table((*heads, "speed-up", "at least", "time per step"), rows)
 
 
-def _by_rate(method: str, model: str = "uvit-20", as_uvit: bool = False) -> dict[str, Run]:
-    return {f"{run.learning_rate:g}": run for run in learning_rate_runs(method, model, as_uvit)}
+def _comparison_row(results: Results, workload: str, method: str) -> list[str]:
+    runs = _finished_seeds(results, workload, method)
+    losses = [results.final_loss(run) for run in runs]
+    better = sum(loss < plain_target(results, workload) for loss in losses)
+    gains = speed_ups(results, workload, method)
+    # The lower median: halfway between a gain and a miss is no gain.
+    gain = statistics.median_low(gains) if gains else 0.0
+    speeds = [_speed(results, _finished_seeds(results, workload, name)) for name in (PLAIN, method)]
+    return [
+        workload,
+        method,
+        f"{runs[0].learning_rate:g}, {runs[0].beta1:g}",
+        str(len(runs)),
+        f"{_format_loss(statistics.median(losses))} ({_format_loss(min(losses))} to {_format_loss(max(losses))})",
+        str(better),
+        f"{runs[0].steps / gain:,.0f}" if gain else "not reached",
+        _format_gain(gain),
+        _format_gain(min(gains)) if len(gains) == len(SEEDS) else "",
+        f"{speeds[0] / speeds[1]:.2f}" if all(speeds) else "",
+    ]
 
 
-def _variations(results: Results) -> dict[str, dict[str, Run]]:
-    best = {method: results.best_rate(method) for method in METHODS}
-    if best["none"] is None:
-        return {}
-    return {f"{method}, {rate:g}": variation_runs(method, rate) for method, rate in best.items() if rate is not None}
+def _speed(results: Results, runs: list[Run]) -> float:
+    return statistics.median(results.lines[run]["images_per_second"] or 0 for run in runs) if runs else 0
 
 
-def _against_plain(results: Results, runs: dict[str, dict[str, Run]], raw: bool = False) -> str:
-    """Return a row of final losses per method, the plain one first, with speed-ups over the plain loss in brackets."""
-    plain = next(iter(runs.values()), {})
+def profiles(results: Results) -> str:
+    """Return the fractions of workloads on which each method is within a factor tau of the best, as in AlgoPerf."""
+    methods = [method for method in METHODS_ON[BASE] if all(method in METHODS_ON[name] for name in TUNED)]
+    gains = {name: [speed_ups(results, name, method) for method in methods] for name in TUNED}
+    medians = {name: [statistics.median_low(each) for each in some] for name, some in gains.items() if all(some)}
     rows = []
-    for method, columns in runs.items():
-        row = [method]
-        for name, run in columns.items():
-            loss = results.final_loss(run, raw) if run in results else None
-            cell = "" if loss is None else _format_loss(loss)
-            if run != plain[name] and plain[name] in results and loss is not None and math.isfinite(loss):
-                cell += f" ({_speed_up(results, [(run, plain[name])], raw)})"
-            row.append(cell)
-        if any(row[1:]):
-            rows.append(row)
-    return _table(("method", *plain), rows)
+    for k, method in enumerate(methods):
+        fractions = [profile([(row[k], max(row)) for row in medians.values()], tau) for tau in TAUS if medians]
+        rows.append([f"{method}, {len(medians)} workloads", *(f"{fraction:.0%}" for fraction in fractions)])
+    return _table(("method", *(f"tau = {tau:g}" for tau in TAUS)), rows if medians else [])
+
+
+def profile(speeds: list[tuple[float, float]], tau: float) -> float:
+    """Return the fraction of (speed-up, best speed-up) pairs within the factor tau. A miss is never within."""
+    return sum(speed > 0 and best <= tau * speed for speed, best in speeds) / len(speeds)
+
+
+def quality(results: Results) -> str:
+    """Return the median FID of each method after each part of the training."""
+    rows = []
+    accuracies = set()
+    for workload in FID_WORKLOADS:
+        for method in EVERYWHERE:
+            seeds = [run for run in _finished_seeds(results, workload, method) if run.seed in FID_SEEDS]
+            lines = [results.lines[run] for run in seeds if len(results.lines[run].get("fid", [])) == FID_PARTS]
+            if lines:
+                accuracies |= {line["accuracy"] for line in lines}
+                columns = zip(*([fid for _, fid in line["fid"]] for line in lines))
+                cells = [f"{statistics.median(fids):.2f} ({min(fids):.2f} to {max(fids):.2f})" for fids in columns]
+                rows.append([workload, method, str(len(lines)), *cells])
+    accuracy = " and ".join(f"{accuracy:.1%}" for accuracy in sorted(accuracies))
+    heads = ("workload", "method", f"seeds (test accuracy of the features: {accuracy})", "1/4 of the steps")
+    return _table((*heads, "1/2", "3/4", "all"), rows)
+
+
+def paper_protocol(results: Results) -> str:
+    """Compare methods with the plain model at equal learning rates and the same seeds, with U-ViT's optimizer."""
+    rows = []
+    for method in METHODS_ON[PAPER]:
+        pairs = [list(zip(paper_runs(method, rate), paper_runs(PLAIN, rate))) for rate in PAPER_RATES]
+        rows.append([method, *(_against(results, column) for column in pairs)])
+    return _table(("method", *(f"{rate:g}" for rate in PAPER_RATES)), [row for row in rows if any(row[1:])])
+
+
+def tuning(results: Results) -> str:
+    """Return the final loss of each tuning run."""
+    settings = [(rate, beta1) for beta1 in BETA1S for rate in sorted(RATES)]
+    rows = []
+    for workload in TUNED:
+        for method in METHODS_ON[workload]:
+            runs = [Run(workload, method, *setting) for setting in settings]
+            rows.append([workload, method, *(_tuning_loss(results, run) for run in runs)])
+    heads = (f"{rate:g}, {beta1:g}" for rate, beta1 in settings)
+    return _table(("workload", "method", *heads), [row for row in rows if any(row[2:])])
+
+
+def _tuning_loss(results: Results, run: Run) -> str:
+    if run not in results:
+        return ""
+    return "stopped" if results.is_hopeless(run, results.evaluations(run)) else _final_loss(results, run)
+
+
+def _against(results: Results, pairs: list[tuple[Run, Run]]) -> str:
+    """Format the final losses of runs and, in brackets, their speed-ups to the final loss of the plain runs."""
+    finished = [(run, plain) for run, plain in pairs if run in results and plain in results]
+    losses = " / ".join(_final_loss(results, run) for run, _ in finished)
+    gains = [_gain(results, run, plain) for run, plain in finished if run != plain]
+    return f"{losses} ({' / '.join(gains)})" if gains else losses
+
+
+def _gain(results: Results, run: Run, plain: Run) -> str:
+    target = results.final_loss(plain)
+    return "plain diverges" if math.isinf(target) else _format_gain(run.steps / results.steps_to(target, run))
+
+
+def _finished_seeds(results: Results, workload: str, method: str) -> list[Run]:
+    return [run for run in results.seed_runs(workload, method) if run in results]
+
+
+def _final_loss(results: Results, run: Run) -> str:
+    return _format_loss(results.final_loss(run))
+
+
+def _format_loss(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverges"
+
+
+def _format_gain(gain: float) -> str:
+    return f"{gain:.2f}" if gain else "not reached"
+
+
+def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join(lines) if rows else "(no finished runs)"
 
 
 def draw_figure(results: Results, folder: Path):
-    """Write the figure for light and dark pages once two of its methods have finished."""
+    """Write the figure for light and dark pages once the methods in it have finished seeds."""
     curves = {}
-    for method, name in SHOWN.items():
-        runs = _finished_seeds(results, method)
+    for method in EVERYWHERE:
+        runs = _finished_seeds(results, BASE, method)
+        if not runs:
+            return
         stable = [run for run in runs if not results.diverged(run)]
-        if stable:
-            seeds = "" if len(stable) == len(runs) else f", {len(stable)} of {len(runs)} seeds"
-            curves[name + seeds] = [results.evaluations(run) for run in stable]
-    if len(curves) > 1:
+        seeds = "" if len(stable) == len(runs) else f", {len(stable)} of {len(runs)} seeds"
+        curves[method + seeds] = [_shown_part(results.evaluations(run)) for run in stable]
+    target, last = plain_target(results, BASE), runs[0].steps
+    if all(curves.values()) and math.isfinite(target):
+        curves["target"] = [[(_SHOWN_FROM, target), (last, target)]]
         folder.mkdir(exist_ok=True)
         for name, dark in {"light": False, "dark": True}.items():
             (folder / f"convergence-{name}.svg").write_text(figure(curves, dark))
@@ -163,7 +217,6 @@ def draw_figure(results: Results, folder: Path):
 
 def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
     """Draw validation loss over steps as an SVG file: a thin line per seed, a thick one for their median."""
-    curves = {name: [_shown_part(curve) for curve in seeds] for name, seeds in curves.items()}
     styles = {name: f"c{k}" for k, name in enumerate(curves)}
     text, line, colors = _DARK if dark else _LIGHT
     strokes = "".join(
@@ -179,7 +232,7 @@ def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
         {styles[name]: _median(seeds) for name, seeds in curves.items()},
         "validation loss (EMA weights)",
         first=_SHOWN_FROM,
-        right=165,
+        right=135,
         labels={styles[name]: name for name in curves},
         thin={styles[name]: seeds for name, seeds in curves.items() if len(seeds) > 1},
     )
@@ -190,11 +243,11 @@ def figure(curves: dict[str, list[Curve]], dark: bool) -> str:
     )
 
 
-_LIGHT = ("#59636e", "#d1d9e0", ("#9a3412", "#1d4ed8", "#15803d", "#7e22ce"))
-_DARK = ("#9198a1", "#3d444d", ("#fdba74", "#93c5fd", "#86efac", "#d8b4fe"))
-_DASHES = ("7 4", "none", "2 3", "10 3 2 3")
+_LIGHT = ("#59636e", "#d1d9e0", ("#9a3412", "#1d4ed8", "#59636e"))
+_DARK = ("#9198a1", "#3d444d", ("#fdba74", "#93c5fd", "#9198a1"))
+_DASHES = ("7 4", "none", "2 3")
 # The first steps look alike for all methods and would dominate the scale.
-_SHOWN_FROM = 400
+_SHOWN_FROM = 300
 
 
 def _shown_part(curve: Curve) -> Curve:
@@ -203,61 +256,3 @@ def _shown_part(curve: Curve) -> Curve:
 
 def _median(seeds: list[Curve]) -> Curve:
     return [(points[0][0], statistics.median(loss for _, loss in points)) for points in zip(*seeds)]
-
-
-def _finished_seeds(
-    results: Results, method: str, model: str = "uvit-20", batch_size: int = 32, as_uvit: bool = False
-) -> list[Run]:
-    """Return the finished runs at the method's best learning rate, which is tuned for 20 layers and batch size 32."""
-    rate = results.best_rate(method, model if model == "unet" else "uvit-20", as_uvit)
-    others = {"model": model, "batch_size": batch_size, "as_uvit": as_uvit}
-    return [] if rate is None else [run for run in seed_runs(method, rate, **others) if run in results]
-
-
-def _pairs(results: Results, method: str, **others) -> list[tuple[Run, Run]]:
-    """Pair each run of a method with the plain run of the same seed."""
-    plain = {run.seed: run for run in _finished_seeds(results, "none", **others)}
-    return [(run, plain[run.seed]) for run in _finished_seeds(results, method, **others) if run.seed in plain]
-
-
-def _speed_up(results: Results, pairs: list[tuple[Run, Run]], raw: bool = False) -> str:
-    """Format steps of the plain run / steps of the run to the same loss: the median and the range of several pairs."""
-    if not pairs:
-        return ""
-    gains = []
-    for run, plain in pairs:
-        target = results.final_loss(plain, raw)
-        if math.isfinite(target):
-            steps = results.steps_to(target, run, raw)
-            gains.append(_DIVERGES if results.diverged(run) else plain.steps / steps if steps else _NOT_REACHED)
-    if not gains:
-        return "plain diverges"
-    diverged = len(pairs) - len(gains)
-    # The lower median: halfway between a gain and no gain is no gain.
-    spread = _spread(gains, statistics.median_low, _format_gain)
-    return spread if not diverged else f"{spread}; plain diverges for {diverged} of {len(pairs)} seeds"
-
-
-def _format_loss(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "diverges"
-
-
-def _format_gain(gain: float) -> str:
-    return {_NOT_REACHED: "not reached", _DIVERGES: "diverges"}.get(gain, f"{gain:.2f}")
-
-
-def _spread(values: list[float], middle: Callable[[list[float]], float], format: Callable[[float], str]) -> str:
-    low, high = format(min(values)), format(max(values))
-    return low if low == high else f"{format(middle(values))} ({low} to {high})"
-
-
-def _gradient_norms(results: Results, runs: list[Run]) -> str:
-    norms = [norm for run in runs if (norm := results.lines[run]["grad_norm"]) is not None]
-    if not norms:
-        return ""
-    return f"{statistics.median(norm['mean'] for norm in norms):.2f} / {max(norm['max'] for norm in norms):.2f}"
-
-
-def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-    return "\n".join(lines) if rows else "(no finished runs)"

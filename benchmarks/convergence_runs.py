@@ -1,13 +1,14 @@
-"""The runs of the convergence benchmark, the results of finished runs, and the best learning rate of each method."""
+"""The workloads, methods and runs of the convergence benchmark, and the results of finished runs."""
 
 import fcntl
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +17,149 @@ from measure import machine
 
 # Method names, as stored in the result lines, and their flags.
 METHODS = {
-    "none": ("--skip_scaling=none",),
-    "cs 0.9": ("--skip_scaling=cs", "--kappa=0.9"),
-    "ls per skip": ("--skip_scaling=ls", "--no-skip_scaling_shared", "--skip_scaling_init=paper"),
-    "inv_sqrt2": ("--skip_scaling=inv_sqrt2",),
-    "cs 0.7": ("--skip_scaling=cs", "--kappa=0.7"),
-    "ls shared": ("--skip_scaling=ls", "--skip_scaling_shared", "--skip_scaling_init=paper"),
-    "ls per skip, identity": ("--skip_scaling=ls", "--no-skip_scaling_shared", "--skip_scaling_init=identity"),
+    "plain": ("--skip_scaling=none", "--skip_init=reference"),
+    "cs": ("--skip_scaling=cs", "--kappa=0.9", "--skip_init=reference"),
+    "ls": ("--skip_scaling=ls", "--skip_init=reference"),
+    "balanced": ("--skip_scaling=none", "--skip_init=balanced"),
+    "zero": ("--skip_scaling=none", "--skip_init=zero"),
+    "sum + cs": ("--skip_scaling=cs", "--kappa=0.9", "--skip_init=sum"),
+    "balanced + cs": ("--skip_scaling=cs", "--kappa=0.9", "--skip_init=balanced"),
+    "balanced + ls": ("--skip_scaling=ls", "--skip_init=balanced"),
+    "ls (paper)": (
+        *("--skip_scaling=ls", "--skip_scaling_shared", "--skip_scaling_init=paper"),
+        "--skip_init=reference",
+    ),
 }
-UVIT_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
-UNET_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-# Part F.
-AS_UVIT = {"adam_beta1": 0.99, "adam_beta2": 0.999, "max_grad_norm": 0}
-AS_UVIT_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-SEEDS = (0, 1, 2)
-STEPS, QUICK_STEPS = 2_000, 1_000
-QUICK_METHODS = ("none", "cs 0.9", "ls per skip")
-QUICK_RATE = 1e-3
-# The two methods that differed most in part C with batch size 64.
-FURTHEST_APART = ("none", "ls per skip, identity")
+PLAIN, BASE, PAPER, QUICK = "plain", "20 layers", "paper", "quick"
+EVERYWHERE = (PLAIN, "balanced")
+# The methods that run on each workload.
+METHODS_ON = {
+    BASE: ("plain", "cs", "ls", "balanced", "zero", "sum + cs", "balanced + cs", "balanced + ls"),
+    "12 layers": EVERYWHERE,
+    "28 layers": EVERYWHERE,
+    "batch 16": EVERYWHERE,
+    "batch 64": EVERYWHERE,
+    "patch 4": EVERYWHERE,
+    "class-conditional shapes": EVERYWHERE,
+    "U-Net": EVERYWHERE,
+    PAPER: ("plain", "cs", "ls (paper)", "balanced"),
+}
+TUNED = tuple(name for name in METHODS_ON if name != PAPER)
+
+# From the middle outwards, so that the first runs can stop later ones.
+RATES = (4e-3, 2e-3, 8e-3, 1e-3, 1.6e-2)
+BETA1S = (0.9, 0.99)
+SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
+PAPER_RATES, PAPER_BETA1, PAPER_SEEDS = (5e-4, 1e-3, 2e-3, 4e-3), 0.99, (1, 2)
+QUICK_RATES = {PLAIN: 2e-3, "balanced": 8e-3}
+# A tuning run stops after this fraction of its steps if its loss is above this factor times the lowest loss there.
+STOP_ABOVE = {1 / 4: 1.25, 1 / 2: 1.25}
+STOPPED_EARLY = "early"
+FID_WORKLOADS, FID_SEEDS, FID_PARTS = (BASE, "patch 4"), (1, 2, 3), 4
+
 SIZE = 28
+VALIDATION_STEPS = 50
 _IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
-_UVIT = {"_class_name": "UViTModel", **_IMAGES, "patch_size": 4, "hidden_size": 64, "num_attention_heads": 4}
-MODELS = {
-    "uvit-20": {**_UVIT, "num_layers": 20},
-    "uvit-12": {**_UVIT, "num_layers": 12},
-    "uvit-28": {**_UVIT, "num_layers": 28},
-    "unet": {
-        "_class_name": "ScaleLongUNet2DModel",
-        **_IMAGES,
-        "block_out_channels": [16, 32, 32],
-        "layers_per_block": 2,
-        "norm_num_groups": 8,
-        "attention_head_dim": 16,
-        "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
-        "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
-    },
+_UVIT = {
+    "_class_name": "UViTModel",
+    **_IMAGES,
+    "patch_size": 7,
+    "hidden_size": 64,
+    "num_layers": 20,
+    "num_attention_heads": 4,
+}
+_SHAPES = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "patch_size": 4}
+_UNET = {
+    "_class_name": "ScaleLongUNet2DModel",
+    **_IMAGES,
+    "block_out_channels": [16, 32, 32],
+    "layers_per_block": 2,
+    "norm_num_groups": 8,
+    "attention_head_dim": 16,
+    "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a dataset and a length of training. `flags` override those in TRAINING."""
+
+    model: dict[str, Any] = field(default_factory=lambda: _UVIT)
+    batch_size: int = 32
+    steps: int = 1_500
+    script: str = "train_unconditional"
+    flags: dict[str, Any] = field(default_factory=dict)
+    uses_fashion_mnist: bool = True
+
+
+WORKLOADS = {
+    BASE: Workload(),
+    "12 layers": Workload({**_UVIT, "num_layers": 12}),
+    "28 layers": Workload({**_UVIT, "num_layers": 28}),
+    "batch 16": Workload(batch_size=16, steps=2_000),
+    "batch 64": Workload(batch_size=64, steps=1_000),
+    "patch 4": Workload({**_UVIT, "patch_size": 4}, steps=1_000),
+    "class-conditional shapes": Workload(
+        {**_UVIT, **_SHAPES},
+        script="train_class_conditional",
+        flags={"resolution": 16, "num_shapes": 50_000},
+        uses_fashion_mnist=False,
+    ),
+    "U-Net": Workload(_UNET, steps=1_000),
+    PAPER: Workload(flags={"max_grad_norm": 0}),
+    QUICK: Workload(steps=500),
 }
 TRAINING = {
     "resolution": SIZE,
     "lr_warmup_steps": 100,
     "lr_scheduler": "constant_with_warmup",
+    "adam_beta2": 0.999,
     "adam_weight_decay": 0.03,
     "max_grad_norm": 1.0,
     "ema_decay": 0.995,
-    "validation_size": 512,
-    "validation_steps": 50,
-    "logging_steps": 10,
+    "validation_size": 256,
+    "validation_steps": VALIDATION_STEPS,
+    "logging_steps": 50,
     "sample_steps": 0,
     "checkpointing_steps": 500,
     "checkpoints_total_limit": 1,
 }
-# Gradient norms are reported after this step, when the steep part of the loss curve is over.
-SETTLED = 500
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. `of_cs` is the part of CS in part D, `as_uvit` means U-ViT's optimizer (part F)."""
-
+    workload: str
     method: str
     learning_rate: float
+    beta1: float = 0.9
     seed: int = 0
-    model: str = "uvit-20"
-    batch_size: int = 32
-    steps: int = STEPS
-    of_cs: str | None = None
-    as_uvit: bool = False
 
     @property
     def name(self) -> str:
-        optimizer = "as_uvit" if self.as_uvit else None
-        words = (self.model, self.method, self.of_cs, optimizer, f"{self.learning_rate:g}", f"batch{self.batch_size}")
-        name = "-".join([*filter(None, words), f"seed{self.seed}", f"{self.steps}"])
-        return name.replace(" ", "_").replace(",", "")
+        words = f"{self.workload}-{self.method}-{self.learning_rate:g}-{self.beta1}-seed{self.seed}"
+        return re.sub(r"[^\w.-]+", "_", words)
+
+    @property
+    def steps(self) -> int:
+        return WORKLOADS[self.workload].steps
+
+    @property
+    def is_tuning(self) -> bool:
+        return self.workload in TUNED and self.seed not in SEEDS
+
+    @property
+    def measures_fid(self) -> bool:
+        return self.workload in FID_WORKLOADS and self.method in EVERYWHERE and self.seed in FID_SEEDS
+
+    def decisions(self) -> Iterable[tuple[int, float]]:
+        """Yield the steps at which a tuning run may stop, and the factor. They are the last validations until then."""
+        for fraction, factor in STOP_ABOVE.items():
+            yield int(self.steps * fraction) // VALIDATION_STEPS * VALIDATION_STEPS, factor
+
+
+def tuning_runs(workload: str, method: str) -> list[Run]:
+    return [Run(workload, method, rate, beta1) for rate in RATES for beta1 in BETA1S]
 
 
 class Results:
@@ -130,9 +200,9 @@ class Results:
         return run in self.lines
 
     def diverged(self, run: Run) -> bool:
-        """Return whether the run stopped early or ended worse than it began, in EMA or raw weights."""
+        """Return whether the run stopped by itself or ended worse than it began, in EMA or raw weights."""
         if self.lines[run]["stopped"] is not None:
-            return True
+            return self.lines[run]["stopped"] != STOPPED_EARLY
         curves = (self.evaluations(run, raw) for raw in (False, True))
         return not all(_mean_of_last(curve) <= curve[0][1] for curve in curves)
 
@@ -141,82 +211,60 @@ class Results:
         lines = self.lines[run]["evaluations"]
         return [(step, math.inf if losses[raw] is None else losses[raw]) for step, *losses in lines]
 
-    def final_loss(self, run: Run, raw: bool = False) -> float:
-        """Return the final loss, or infinity if the run diverged."""
-        return math.inf if self.diverged(run) else _mean_of_last(self.evaluations(run, raw))
+    def final_loss(self, run: Run) -> float:
+        """Return the final loss in EMA weights, or infinity if the run diverged or was stopped."""
+        is_complete = self.lines[run]["stopped"] is None and not self.diverged(run)
+        return _mean_of_last(self.evaluations(run)) if is_complete else math.inf
 
-    def steps_to(self, target: float, run: Run, raw: bool = False) -> int | None:
-        """Return the step of the first of three consecutive evaluations below the target."""
-        curve = self.evaluations(run, raw)
+    def steps_to(self, target: float, run: Run) -> float:
+        """Return the step of the first of three consecutive evaluations below the target, or infinity."""
+        curve = [] if self.diverged(run) else self.evaluations(run)
         for three in zip(curve, curve[1:], curve[2:]):
             if all(loss < target for _, loss in three):
                 return three[0][0]
-        return None
+        return math.inf
 
-    def best_rate(self, method: str, model: str = "uvit-20", as_uvit: bool = False) -> float | None:
-        """Return the learning rate with the lowest final loss, or None until all learning rates have finished."""
-        runs = learning_rate_runs(method, model, as_uvit)
+    def is_hopeless(self, run: Run, curve: Iterable[tuple[int, float]]) -> bool:
+        """Return whether the stopping rule stops a tuning run with these (step, loss) pairs."""
+        curve = dict(curve)
+        others = [other for other in tuning_runs(run.workload, run.method) if other in self and other != run]
+        curves = [dict(self.evaluations(other)) for other in others]
+        for step, factor in run.decisions():
+            losses = [other[step] for other in curves if step in other]
+            if step in curve and losses and curve[step] > factor * min(losses):
+                return True
+            lowest = min([*losses, curve.get(step, math.inf)])
+            curves = [other for other in curves if step in other and other[step] <= factor * lowest]
+        return False
+
+    def best_setting(self, workload: str, method: str) -> tuple[float, float] | None:
+        """Return learning rate and beta1 of the lowest final loss, or None until all tuning runs have finished."""
+        runs = tuning_runs(workload, method)
         if not all(run in self for run in runs):
             return None
-        return min(runs, key=self.final_loss).learning_rate
+        runs = [run for run in runs if not self.is_hopeless(run, self.evaluations(run))]
+        best = min(runs, key=self.final_loss)
+        return best.learning_rate, best.beta1
+
+    def seed_runs(self, workload: str, method: str) -> list[Run]:
+        """Return the runs of all seeds at the best setting, or no run until the setting is known."""
+        setting = self.best_setting(workload, method)
+        return [] if setting is None else [Run(workload, method, *setting, seed) for seed in SEEDS]
+
+    def planned_runs(self, workload: str, methods: Iterable[str]) -> list[Run]:
+        """Return the runs of a workload whose settings are known, in order: tuning runs first."""
+        methods = [method for method in METHODS_ON.get(workload, QUICK_RATES) if method in methods]
+        if workload == QUICK:
+            return [Run(QUICK, method, QUICK_RATES[method]) for method in methods]
+        if workload == PAPER:
+            return [run for rate in PAPER_RATES for method in methods for run in paper_runs(method, rate)]
+        tuning = [run for method in methods for run in tuning_runs(workload, method)]
+        return tuning + [run for method in methods for run in self.seed_runs(workload, method)]
+
+
+def paper_runs(method: str, rate: float) -> list[Run]:
+    return [Run(PAPER, method, rate, PAPER_BETA1, seed) for seed in PAPER_SEEDS]
 
 
 def _mean_of_last(curve: list[tuple[int, float]]) -> float:
     return statistics.mean(loss for _, loss in curve[-3:])
-
-
-def quick_run(method: str) -> Run:
-    """Return the run of a method with `--quick`."""
-    return Run(method, QUICK_RATE, steps=QUICK_STEPS)
-
-
-def learning_rate_runs(method: str, model: str = "uvit-20", as_uvit: bool = False) -> list[Run]:
-    """Return the runs that tune the learning rate of a method."""
-    rates = UNET_RATES if model == "unet" else AS_UVIT_RATES if as_uvit else UVIT_RATES
-    return [Run(method, rate, model=model, as_uvit=as_uvit) for rate in rates]
-
-
-def seed_runs(method: str, rate: float, **others) -> list[Run]:
-    """Return the runs of a method with all seeds."""
-    return [Run(method, rate, seed, **others) for seed in SEEDS]
-
-
-def variation_runs(method: str, rate: float) -> dict[str, Run]:
-    """Return the runs of part C that change one thing at a time."""
-    return {
-        "12 layers": Run(method, rate, model="uvit-12"),
-        "28 layers": Run(method, rate, model="uvit-28"),
-        "batch 16": Run(method, rate, batch_size=16),
-        "batch 64": Run(method, rate, batch_size=64),
-    }
-
-
-def cs_equivalent_runs(rate: float) -> dict[str, Run]:
-    """Return the runs of part D: plain models with parts of CS."""
-    return {of_cs: Run("cs 0.9", rate, of_cs=of_cs) for of_cs in ("init", "rate", "both")}
-
-
-def runs_of(part: str, results: Results) -> Iterable[Run]:
-    """Yield the runs of a part whose best learning rates are known."""
-    if part == "quick":
-        yield from map(quick_run, QUICK_METHODS)
-        return
-    best = {method: results.best_rate(method) for method in METHODS}
-    known = {method: rate for method, rate in best.items() if rate is not None}
-    if part == "A":
-        yield from (run for method in METHODS for run in learning_rate_runs(method))
-        yield from (run for method, rate in known.items() for run in seed_runs(method, rate))
-    elif part == "C":
-        yield from (run for method in METHODS for run in learning_rate_runs(method, "unet"))
-        yield from (run for method, rate in known.items() for run in variation_runs(method, rate).values())
-    elif part == "E":
-        for method in filter(known.get, FURTHEST_APART):
-            yield from seed_runs(method, known[method], batch_size=64)
-    elif part == "D" and "cs 0.9" in known:
-        yield from cs_equivalent_runs(known["cs 0.9"]).values()
-    elif part == "F":
-        yield from (run for method in METHODS for run in learning_rate_runs(method, as_uvit=True))
-        for method in METHODS:
-            rate = results.best_rate(method, as_uvit=True)
-            if rate is not None:
-                yield from seed_runs(method, rate, as_uvit=True)

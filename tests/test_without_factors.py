@@ -1,4 +1,4 @@
-"""CS equals a plain model with other initial weights, learning rate, eps and weight decay (part D)."""
+"""CS equals a plain model with other initial weights, learning rate, eps and weight decay."""
 
 import copy
 
