@@ -29,15 +29,16 @@ The protocol, fixed before the first run:
 - Comparison: each method at its best setting with the fresh seeds 1 to 8. The target is the median of the plain
   model's final losses over its seeds. A run reaches the target at the first of three consecutive validations below it;
   a run that does not, or that diverges, needs infinitely many steps. The speed-up of a run is the number of steps of
-  the whole training / the steps to the target. Reported are the median over seeds and the smallest speed-up. By a
-  one-sided sign test, the true median is at least the smallest of 8 speed-ups with p = 1/256.
+  the whole training / the steps to the target. The plain model sets the target, so its speed-up is 1. Reported are the
+  median over seeds and the smallest speed-up. By a one-sided sign test, the true median is at least the smallest of 8
+  speed-ups with p = 1/256.
 - The paper's protocol, as a second table: 20 layers, U-ViT's optimizer (beta1 0.99, no clipping), equal learning
   rates, seeds 1 and 2, no tuning and no stopping. The target is the plain model's final loss at the same rate and
   seed.
 - Performance profiles as in AlgoPerf: the fraction of workloads on which a method's median steps to the target are
   within a factor tau of the best method's.
 - Quality: FID of 1,000 samples (20 sampling steps) after each quarter of the training, for seeds 1 to 3 on two
-  workloads. The features are those that a small ResNet learned from the labels of Fashion-MNIST (feature_network.py).
+  workloads. The features are those that a small ResNet learned from the labels of Fashion-MNIST (fashion_mnist.py).
 
 Each run is a process with one thread. To resume after an interruption, run the same command again. Finished runs are
 lines of benchmarks/convergence.jsonl and are not repeated. The folder of a finished run is deleted, except for its
@@ -45,9 +46,7 @@ log.
 """
 
 import argparse
-import gzip
 import json
-import math
 import os
 import shutil
 import statistics
@@ -64,23 +63,19 @@ from convergence_runs import (
     METHODS,
     METHODS_ON,
     QUICK,
-    SIZE,
     STOPPED_EARLY,
     TRAINING,
     WORKLOADS,
     Results,
     Run,
+    curve,
 )
-from feature_network import feature_network
+from fashion_mnist import data_source, feature_network
 from measure import exit_on_signals
-
-from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.files import atomic_write
 
 
 DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
 FIGURES = Path(__file__).parents[1] / "docs" / "images"
-NUM_TEST_IMAGES = 10_000
 
 
 def main():
@@ -113,54 +108,19 @@ def compare(arguments: argparse.Namespace):
     folder, quick = arguments.folder.resolve(), arguments.quick
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
-    if not arguments.report:
-        with results.locked():
-            scheduler = Scheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
-            for workload in [QUICK] if quick else arguments.workloads:
-                scheduler.run_all(workload, arguments.methods)
-                report(results, quick)
-    else:
-        report(results, quick)
+    if arguments.report:
+        return report(results, quick)
+    with results.locked():
+        scheduler = Scheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
+        for workload in [QUICK] if quick else arguments.workloads:
+            scheduler.run_all(workload, arguments.methods)
+            report(results, quick)
 
 
 def report(results: Results, quick: bool):
     print(quick_table(results) if quick else tables(results), flush=True)
     if not quick:
         draw_figure(results, FIGURES)
-
-
-def data_source(data: str, folder: Path) -> dict[str, str]:
-    """Return the data option of the training script. Debian's idx files are converted to parquet first."""
-    if not Path(data).is_dir():
-        if Path(data).is_absolute():
-            sys.exit(
-                f"folder {data} does not exist: run apt-get install dataset-fashion-mnist, or pass a folder with "
-                "Fashion-MNIST or its Hub id as --data"
-            )
-        return {"dataset_name": data}
-    if not list(Path(data).glob("*-images-idx3-ubyte.gz")):
-        return {"train_data_dir": data}
-    out = folder / "fashion-mnist"
-    out.mkdir(exist_ok=True)
-    for split, stem in (("train", "train"), ("test", "t10k")):
-        if not (out / f"{split}.parquet").exists():
-            _convert(Path(data), stem, out / f"{split}.parquet")
-    return {"train_data_dir": str(out)}
-
-
-def _convert(data: Path, stem: str, file: Path):
-    import datasets
-    import numpy as np
-    from PIL import Image
-
-    datasets.disable_progress_bars()
-    with gzip.open(data / f"{stem}-images-idx3-ubyte.gz") as images:
-        pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, SIZE, SIZE)
-    with gzip.open(data / f"{stem}-labels-idx1-ubyte.gz") as labels:
-        classes = np.frombuffer(labels.read(), np.uint8, offset=8)
-    columns = {"image": [Image.fromarray(image) for image in pixels], "label": classes.tolist()}
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(10)})
-    atomic_write(file, datasets.Dataset.from_dict(columns, features=features).to_parquet, durable=False)
 
 
 class Scheduler:
@@ -180,8 +140,7 @@ class Scheduler:
     def run_all(self, workload: str, methods: list[str]):
         """Run all planned runs of a workload that have no results, and add their results."""
         if workload in FID_WORKLOADS and self._waiting(workload, methods):
-            data = DataConfig(**self.data, resolution=SIZE, validation_size=NUM_TEST_IMAGES)
-            self.accuracy = feature_network(self._network, data)
+            self.accuracy = feature_network(self._network, self.data)
         try:
             while (waiting := self._waiting(workload, methods)) or self.processes:
                 for run in waiting[: self.jobs - len(self.processes)]:
@@ -266,7 +225,7 @@ class Scheduler:
     def _is_hopeless(self, run: Run) -> bool:
         if not run.is_tuning:
             return False
-        return self.results.is_hopeless(run, [(step, _finite(ema)) for step, ema, _ in _evaluations(self._log(run))])
+        return self.results.is_hopeless(run, curve(_evaluations(self._log(run))))
 
     def _collect(self, run: Run, process: subprocess.Popen, early: bool = False):
         messages = self._error_log(run).read_text().strip().splitlines() or ["no error message"]
@@ -295,7 +254,7 @@ class Scheduler:
 
     def _report(self, run: Run, waiting: int):
         self.num_finished += 1
-        outcome = "stopped early" if self.results.lines[run]["stopped"] else f"loss {self.results.final_loss(run):.4f}"
+        outcome = self.results.lines[run]["stopped"] or f"loss {self.results.final_loss(run):.4f}"
         print(f"{time.strftime('%H:%M')} {run.name}: {outcome}; {waiting} runs are waiting", flush=True)
 
 
@@ -307,10 +266,6 @@ def _evaluations(log: list[dict[str, Any]]) -> list[list[float | None]]:
         for line in log
         if names[0] in line
     ]
-
-
-def _finite(loss: float | None) -> float:
-    return math.inf if loss is None else loss
 
 
 if __name__ == "__main__":

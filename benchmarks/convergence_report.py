@@ -10,8 +10,6 @@ from convergence_runs import (
     BETA1S,
     EVERYWHERE,
     FID_PARTS,
-    FID_SEEDS,
-    FID_WORKLOADS,
     METHODS_ON,
     PAPER,
     PAPER_RATES,
@@ -27,6 +25,7 @@ from convergence_runs import (
 )
 
 
+_TUNED_PAIRS = [(workload, method) for workload in TUNED for method in METHODS_ON[workload]]
 TAUS = (1, 1.25, 1.5, 2, 3, 4)
 
 
@@ -56,19 +55,22 @@ def plain_target(results: Results, workload: str) -> float:
 
 
 def speed_ups(results: Results, workload: str, method: str) -> list[float]:
-    """Return all steps / steps to the target of each finished seed. 0 means that the run missed the target."""
-    target = plain_target(results, workload)
+    """
+    Return all steps / steps to the target of each finished seed. 0 means that the run missed the target.
+
+    The plain model sets the target, so it has a speed-up of 1.
+    """
+    target, runs = plain_target(results, workload), _finished_seeds(results, workload, method)
     if math.isinf(target):
         return []
-    return [run.steps / results.steps_to(target, run) for run in _finished_seeds(results, workload, method)]
+    return [1.0 if method == PLAIN else run.steps / results.steps_to(target, run) for run in runs]
 
 
 def comparison(results: Results) -> str:
     """Compare all methods at their best settings with the plain model, on each workload."""
     rows = [
         _comparison_row(results, workload, method)
-        for workload in TUNED
-        for method in METHODS_ON[workload]
+        for workload, method in _TUNED_PAIRS
         if _finished_seeds(results, workload, method)
     ]
     heads = ("workload", "method", "rate, beta1", "seeds", "final loss", "better seeds", "steps to target")
@@ -92,7 +94,7 @@ def _comparison_row(results: Results, workload: str, method: str) -> list[str]:
         str(better),
         f"{runs[0].steps / gain:,.0f}" if gain else "not reached",
         _format_gain(gain),
-        _format_gain(min(gains)) if len(gains) == len(SEEDS) else "",
+        _format_gain(min(gains)) if len(gains) == len(SEEDS) and method != PLAIN else "",
         f"{speeds[0] / speeds[1]:.2f}" if all(speeds) else "",
     ]
 
@@ -122,18 +124,16 @@ def quality(results: Results) -> str:
     """Return the median FID of each method after each part of the training."""
     rows = []
     accuracies = set()
-    for workload in FID_WORKLOADS:
-        for method in EVERYWHERE:
-            seeds = [run for run in _finished_seeds(results, workload, method) if run.seed in FID_SEEDS]
-            lines = [results.lines[run] for run in seeds if len(results.lines[run].get("fid", [])) == FID_PARTS]
-            if lines:
-                accuracies |= {line["accuracy"] for line in lines}
-                columns = zip(*([fid for _, fid in line["fid"]] for line in lines))
-                cells = [f"{statistics.median(fids):.2f} ({min(fids):.2f} to {max(fids):.2f})" for fids in columns]
-                rows.append([workload, method, str(len(lines)), *cells])
-    accuracy = " and ".join(f"{accuracy:.1%}" for accuracy in sorted(accuracies))
-    heads = ("workload", "method", f"seeds (test accuracy of the features: {accuracy})", "1/4 of the steps")
-    return _table((*heads, "1/2", "3/4", "all"), rows)
+    for workload, method in _TUNED_PAIRS:
+        lines = [results.lines[run] for run in _finished_seeds(results, workload, method)]
+        lines = [line for line in lines if len(line.get("fid", [])) == FID_PARTS]
+        if lines:
+            accuracies |= {f"{line['accuracy']:.1%}" for line in lines}
+            columns = zip(*([fid for _, fid in line["fid"]] for line in lines))
+            cells = [f"{statistics.median(fids):.2f} ({min(fids):.2f} to {max(fids):.2f})" for fids in columns]
+            rows.append([workload, method, str(len(lines)), *cells])
+    seeds = f"seeds (test accuracy of the features: {' and '.join(sorted(accuracies))})"
+    return _table(("workload", "method", seeds, "1/4 of the steps", "1/2", "3/4", "all"), rows)
 
 
 def paper_protocol(results: Results) -> str:
@@ -149,10 +149,9 @@ def tuning(results: Results) -> str:
     """Return the final loss of each tuning run."""
     settings = [(rate, beta1) for beta1 in BETA1S for rate in sorted(RATES)]
     rows = []
-    for workload in TUNED:
-        for method in METHODS_ON[workload]:
-            runs = [Run(workload, method, *setting) for setting in settings]
-            rows.append([workload, method, *(_tuning_loss(results, run) for run in runs)])
+    for workload, method in _TUNED_PAIRS:
+        runs = [Run(workload, method, *setting) for setting in settings]
+        rows.append([workload, method, *(_tuning_loss(results, run) for run in runs)])
     heads = (f"{rate:g}, {beta1:g}" for rate, beta1 in settings)
     return _table(("workload", "method", *heads), [row for row in rows if any(row[2:])])
 

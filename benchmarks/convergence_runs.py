@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fashion_mnist import SIZE
 from measure import machine
 
 
@@ -57,7 +58,6 @@ STOP_ABOVE = {1 / 4: 1.25, 1 / 2: 1.25}
 STOPPED_EARLY = "early"
 FID_WORKLOADS, FID_SEEDS, FID_PARTS = (BASE, "patch 4"), (1, 2, 3), 4
 
-SIZE = 28
 VALIDATION_STEPS = 50
 _IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
 _UVIT = {
@@ -207,9 +207,8 @@ class Results:
         return not all(_mean_of_last(curve) <= curve[0][1] for curve in curves)
 
     def evaluations(self, run: Run, raw: bool = False) -> list[tuple[int, float]]:
-        """Return (step, loss) pairs. A non-finite loss is infinite."""
-        lines = self.lines[run]["evaluations"]
-        return [(step, math.inf if losses[raw] is None else losses[raw]) for step, *losses in lines]
+        """Return the (step, loss) pairs of a finished run."""
+        return curve(self.lines[run]["evaluations"], raw)
 
     def final_loss(self, run: Run) -> float:
         """Return the final loss in EMA weights, or infinity if the run diverged or was stopped."""
@@ -264,6 +263,11 @@ class Results:
 
 def paper_runs(method: str, rate: float) -> list[Run]:
     return [Run(PAPER, method, rate, PAPER_BETA1, seed) for seed in PAPER_SEEDS]
+
+
+def curve(evaluations: list[list[float | None]], raw: bool = False) -> list[tuple[int, float]]:
+    """Return (step, loss) pairs of evaluations as in the result lines. A non-finite loss is infinite."""
+    return [(step, math.inf if losses[raw] is None else losses[raw]) for step, *losses in evaluations]
 
 
 def _mean_of_last(curve: list[tuple[int, float]]) -> float:

@@ -1,8 +1,9 @@
-"""The convergence benchmark: results, tables, figure, and runs that are interrupted and resumed."""
+"""The convergence benchmark: results, tables, figure, and runs that are stopped, interrupted and resumed."""
 
 import gzip
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,203 +16,290 @@ import pytest
 def benchmark(project_root, monkeypatch):
     """Return a function that imports a module of the folder benchmarks/."""
     monkeypatch.syspath_prepend(str(project_root / "benchmarks"))
-    names = ("convergence", "convergence_runs", "convergence_report", "chart", "measure")
+    names = ("convergence", "convergence_runs", "convergence_report", "fashion_mnist", "chart", "measure")
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)
 
 
-def line(run, losses, raw=None, stopped=None):
-    evaluations = [[50 * (k + 1), loss, (raw or losses)[k]] for k, loss in enumerate(losses)]
-    return {"run": run, "stopped": stopped, "evaluations": evaluations, "grad_norm": {"mean": 0.5, "max": 1.0}}
+@pytest.fixture
+def runs(benchmark):
+    return benchmark("convergence_runs")
 
 
 @pytest.fixture
-def results(benchmark, tmp_path):
-    """Return a function that writes (run, losses) pairs to a result file and reads it."""
-    runs = benchmark("convergence_runs")
+def report(benchmark):
+    return benchmark("convergence_report")
+
+
+@pytest.fixture
+def results(runs, tmp_path):
+    """Return a function that writes {run: losses, or further values} to a result file and reads it."""
 
     def make(entries):
-        file = tmp_path / "lines.jsonl"
-        lines = [line({"method": "none", "learning_rate": 1e-3, **run}, *rest) for run, *rest in entries]
-        file.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
-        return runs.Results(file)
+        found = runs.Results(tmp_path / "lines.jsonl")
+        found.file.write_text("")
+        for run, values in entries.items():
+            values = values if isinstance(values, dict) else {"losses": values}
+            losses = values.pop("losses")
+            raw = values.pop("raw", losses)
+            curve = [[50 * (k + 1), *pair] for k, pair in enumerate(zip(losses, raw))]
+            found.add(run, {"stopped": None, "evaluations": curve, "images_per_second": 100.0, **values})
+        return found
 
     return make
 
 
-def test_target_needs_three_consecutive_evaluations_below_it(benchmark, results):
-    run = benchmark("convergence_runs").Run("none", 1e-3)
-    found = results([({}, [5.0, 1.0, 5.0, 2.0, 2.9, 1.0, 4.0])])
+@pytest.fixture
+def tuned(runs):
+    """Return a function that makes the tuning runs of a method, of which the one at 1e-3 and beta1 0.9 is best."""
+
+    def make(workload, *methods):
+        return {
+            run: [0.9] + [0.5 if (run.learning_rate, run.beta1) == (1e-3, 0.9) else 0.51] * 3
+            for method in methods
+            for run in runs.tuning_runs(workload, method)
+        }
+
+    return make
+
+
+def at_best(runs, workload, method, curves):
+    """Return entries of the seeds 1, 2, ... at the setting that `tuned` makes the best."""
+    return {runs.Run(workload, method, 1e-3, 0.9, seed): curve for seed, curve in enumerate(curves, 1)}
+
+
+def cells(table):
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_target_needs_three_consecutive_evaluations_below_it(runs, results):
+    run = runs.Run("20 layers", "plain", 1e-3)
+    found = results({run: [5.0, 1.0, 5.0, 2.0, 2.9, 1.0, 4.0]})
     assert found.steps_to(3.0, run) == 200
-    assert found.steps_to(2.9, run) is None  # below, not at
+    assert found.steps_to(2.9, run) == math.inf  # below, not at
     assert found.final_loss(run) == pytest.approx((2.9 + 1.0 + 4.0) / 3)
 
 
-def test_best_learning_rate_needs_all_runs_and_did_not_diverge(benchmark, results):
-    runs = benchmark("convergence_runs")
-    entries = [({"learning_rate": rate}, [1.0, 0.5, 0.5 + rate]) for rate in runs.UVIT_RATES]
-    assert results(entries[:-1]).best_rate("none") is None
-    assert results(entries).best_rate("none") == runs.UVIT_RATES[0]
-    diverged = [(entries[0][0], [0.1, 0.1, 0.1], None, "the loss is not finite"), *entries[1:]]
-    assert results(diverged).best_rate("none") == runs.UVIT_RATES[1]
-
-
-def test_runs_wait_for_the_best_learning_rates(benchmark, results):
-    runs = benchmark("convergence_runs")
-    nothing = results([])
-    assert len(list(runs.runs_of("A", nothing))) == len(runs.METHODS) * len(runs.UVIT_RATES)
-    assert list(runs.runs_of("D", nothing)) == []
-    rates = [({"method": "cs 0.9", "learning_rate": rate}, [1.0, 1.0, rate]) for rate in runs.UVIT_RATES]
-    known = results(rates)
-    seeds = [run for run in runs.runs_of("A", known) if run.seed]
-    assert seeds == [runs.Run("cs 0.9", runs.UVIT_RATES[0], seed) for seed in (1, 2)]
-    assert [run.of_cs for run in runs.runs_of("D", known)] == ["init", "rate", "both"]
-    assert list(runs.runs_of("E", known)) == []
-    plain = results([({"learning_rate": rate}, [1.0, 1.0, rate]) for rate in runs.UVIT_RATES])
-    assert [(run.seed, run.batch_size) for run in runs.runs_of("E", plain)] == [(0, 64), (1, 64), (2, 64)]
-
-
-def test_table_compares_runs_with_the_same_seed(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    worse = [
-        ({"method": m, "learning_rate": rate}, [9.0] * 6) for m in ("none", "cs 0.9") for rate in runs.UVIT_RATES[1:]
-    ]
-    best = {"learning_rate": runs.UVIT_RATES[0]}
-    scaled = {**best, "method": "cs 0.9"}
-    entries = [
-        (best, [6.0, 5.0, 4.0, 2.0, 2.0, 2.0]),
-        ({**best, "seed": 1}, [6.0, 5.0, 4.0, 3.0, 3.0, 3.0]),
-        ({**best, "seed": 2}, [6.0, 5.0, 4.0, 1.0, 1.0, 1.0]),
-        (scaled, [6.0, 1.5, 1.5, 1.5, 1.5, 1.5]),
-        ({**scaled, "seed": 1}, [2.5, 2.5, 2.5, 2.5, 2.5, 2.5]),
-        ({**scaled, "seed": 2}, [6.0, 5.0, 4.0, 2.0, 2.0, 2.0]),
-    ]
-    table = report.tuned_rates(results(worse + entries))
-    plain, cs = (row.split(" | ") for row in table.splitlines()[2:])
-    assert plain[:5] == ["| none", "0.00025", "3", "2.0000 (1.0000 to 3.0000)", "1"]
-    # 2,000 / 100 steps, 2,000 / 50, and never.
-    assert cs[:5] == ["| cs 0.9", "0.00025", "3", "2.0000 (1.5000 to 2.5000)", "20.00 (not reached to 40.00)"]
-
-
-def test_diverged_plain_model_sets_no_target(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    diverged = ({"learning_rate": 4e-3}, [9.0, None, None], None, "the loss is not finite")
-    found = results([diverged, ({"method": "cs 0.9", "learning_rate": 4e-3}, [1.0, 1.0, 1.0])])
-    assert found.steps_to(9.5, runs.Run("none", 4e-3)) is None
-    assert "1.0000 (plain diverges)" in report.tables(found)
-    assert "| none |  |  |  |  | diverges |" in report.tables(found)
-
-
-def test_plain_model_with_a_high_final_loss_sets_no_target(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    rate = {"learning_rate": 4e-3}
-    diverging = (rate, [0.5, 0.2, 1.0, 1.0, 1.0])
-    found = results([diverging, ({**rate, "method": "cs 0.9"}, [0.5, 0.4, 0.3, 0.3, 0.3])])
-    assert found.diverged(runs.Run("none", 4e-3))
-    assert "| cs 0.9 |  |  |  |  | 0.3000 (plain diverges) |" in report.tables(found)
-
-
-def test_run_that_diverges_near_its_end_gains_nothing(benchmark, results):
+def test_run_that_diverges_near_its_end_reaches_no_target(runs, results):
     """The EMA weights reach the target and do not show the divergence of the raw weights yet."""
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    rate = {"learning_rate": 4e-3}
-    diverging = ({**rate, "method": "cs 0.9"}, [0.5, 0.1, 0.1, 0.1, 0.2], [0.5, 0.1, 1.0, 1.0, 1.0])
-    found = results([(rate, [0.5, 0.4, 0.3, 0.3, 0.3]), diverging])
-    assert found.diverged(runs.Run("cs 0.9", 4e-3))
-    assert "| cs 0.9 |  |  |  |  | diverges |" in report.tables(found)
-    worse = [({"method": m, "learning_rate": r}, [9.0] * 3) for m in ("none", "cs 0.9") for r in runs.UVIT_RATES[:-1]]
-    calm = ({**rate, "method": "cs 0.9"}, [0.5, 0.2, 0.2, 0.2, 0.2])
-    seeds = [({**diverging[0], "seed": seed}, *diverging[1:]) for seed in (1, 2)]
-    plain = [({**rate, "seed": seed}, [0.5, 0.4, 0.3, 0.3, 0.3]) for seed in (0, 1, 2)]
-    table = report.tuned_rates(results([*worse, *plain, calm, *seeds]))
-    assert table.splitlines()[-1].split(" | ")[4] == "diverges (diverges to 20.00)"
+    run = runs.Run("20 layers", "plain", 4e-3)
+    found = results({run: {"losses": [0.5, 0.1, 0.1, 0.1, 0.2], "raw": [0.5, 0.1, 1.0, 1.0, 1.0]}})
+    assert found.diverged(run)
+    assert found.final_loss(run) == found.steps_to(0.4, run) == math.inf
 
 
-def test_diverged_plain_seed_is_counted_and_left_out(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    diverging, calm, fast = [0.5, 0.2, 1.0, 1.0, 1.0], [0.5, 0.4, 0.3, 0.3, 0.3], [0.25] * 5
-    entries = [
-        ({"method": method, "learning_rate": rate}, calm if rate == runs.UVIT_RATES[0] else diverging)
-        for method in ("none", "cs 0.9")
-        for rate in runs.UVIT_RATES
+def test_best_setting_needs_all_tuning_runs_and_ignores_stopped_and_diverged_ones(runs, results):
+    tuning = runs.tuning_runs("20 layers", "cs")
+    entries = {run: [1.0, 0.5, 0.5 + k / 100, 0.5] for k, run in enumerate(tuning)}
+    assert len(tuning) == 10
+    assert results(dict(list(entries.items())[:-1])).best_setting("20 layers", "cs") is None
+    assert results(entries).best_setting("20 layers", "cs") == (4e-3, 0.9)
+    entries[tuning[0]] = {"losses": [1.0, 0.1, 0.1, None], "stopped": "the loss is not finite"}
+    entries[tuning[1]] = {"losses": [1.0, 0.1, 0.1], "stopped": "early"}
+    entries[tuning[2]] = {"losses": [0.2, 0.3, 0.3, 0.3]}
+    assert results(entries).best_setting("20 layers", "cs") == (2e-3, 0.99)
+
+
+def test_tuning_runs_stop_only_at_a_quarter_and_at_half_of_the_steps(runs, results):
+    run, other = runs.tuning_runs("20 layers", "plain")[:2]
+    assert list(run.decisions()) == [(350, 1.25), (750, 1.25)]
+    found = results({other: [1.0] * 30})
+    for curve, is_hopeless in {
+        ((350, 1.25), (750, 1.25)): False,  # at the limit, not above
+        ((300, 9.0), (400, 9.0), (700, 9.0), (800, 9.0), (1500, 9.0)): False,
+        ((350, 1.26),): True,
+        ((350, 1.0), (750, 1.26)): True,
+        ((350, math.inf),): True,
+    }.items():
+        assert found.is_hopeless(run, curve) is is_hopeless
+    elsewhere = results(
+        {runs.Run("12 layers", "plain", 1e-3): [1.0] * 30, runs.Run("20 layers", "cs", 1e-3): [1.0] * 30}
+    )
+    assert not elsewhere.is_hopeless(run, [(350, 9.0)])
+
+
+def test_stopping_rule_ignores_at_half_what_it_stopped_at_a_quarter(runs, results):
+    """Whether a process was killed or finished first must not matter."""
+    run, slow, fast = runs.tuning_runs("20 layers", "plain")[:3]
+    slow_then_low = [2.0] * 7 + [0.5] * 23
+    for slow_curve in (slow_then_low, slow_then_low[:7]):
+        found = results({slow: slow_curve, fast: [1.0] * 30})
+        assert found.is_hopeless(slow, found.evaluations(slow))
+        assert not found.is_hopeless(run, [(350, 1.0), (750, 1.0)])
+
+
+def test_run_that_the_rule_stops_is_never_the_best_setting(runs, results):
+    tuning = runs.tuning_runs("20 layers", "plain")
+    entries = {run: [1.0] * 30 for run in tuning}
+    entries[tuning[3]] = [1.0] * 6 + [1.3] + [0.1] * 23
+    assert results(entries).best_setting("20 layers", "plain") == (4e-3, 0.9)
+
+
+def test_seeds_wait_for_the_best_setting_of_their_method(runs, results, tuned):
+    methods = ("plain", "balanced")
+    assert results({}).planned_runs("12 layers", ["balanced", "cs"]) == runs.tuning_runs("12 layers", "balanced")
+    planned = results(tuned("12 layers", "balanced")).planned_runs("12 layers", methods)
+    assert planned[:20] == [run for method in methods for run in runs.tuning_runs("12 layers", method)]
+    assert planned[20:] == [runs.Run("12 layers", "balanced", 1e-3, 0.9, seed) for seed in range(1, 9)]
+
+
+def test_plans_of_the_paper_and_of_quick(runs, results):
+    paper = results({}).planned_runs("paper", ["plain", "ls (paper)", "zero"])
+    assert len(paper) == 2 * 4 * 2
+    assert {(run.beta1, run.seed) for run in paper} == {(0.99, 1), (0.99, 2)}
+    assert [run.learning_rate for run in results({}).planned_runs("quick", runs.METHODS)] == [2e-3, 8e-3]
+    assert not any(run.is_tuning for run in [*paper, *results({}).planned_runs("quick", runs.METHODS)])
+
+
+def test_run_names_are_different_and_valid_file_names(runs):
+    methods = [(workload, method) for workload, methods in runs.METHODS_ON.items() for method in methods]
+    names = {runs.Run(*pair, rate, beta1).name for pair in methods for rate in runs.RATES for beta1 in runs.BETA1S}
+    assert len(names) == len(methods) * 10
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
+
+
+def test_comparison_with_the_median_of_the_plain_model(runs, report, results, tuned):
+    """The target is 2.5, between the fourth and the fifth of eight plain runs."""
+    plain = [[9.0] * 27 + [loss] * 3 for loss in (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)]
+    fast, slow, late, never = ([9.0] * k + [2.0] * (30 - k) for k in (9, 14, 23, 30))
+    entries = {
+        **tuned("20 layers", "plain", "balanced", "cs", "ls"),
+        **at_best(runs, "20 layers", "plain", plain),
+        **at_best(runs, "20 layers", "balanced", [fast] * 4 + [slow] * 3 + [late]),
+        **at_best(runs, "20 layers", "cs", [fast] * 3 + [slow] + [never] * 4),
+        **at_best(runs, "20 layers", "ls", [fast] * 7),
+    }
+    found = results(entries)
+    assert report.plain_target(found, "20 layers") == 2.5
+    # 1,500 steps / 500, 750 or 1,200 steps.
+    assert report.speed_ups(found, "20 layers", "balanced") == [3.0] * 4 + [2.0] * 3 + [1.25]
+    rows = {row[1]: row[2:] for row in cells(report.comparison(found))}
+    plain_range = "2.5000 (1.0000 to 4.0000)"
+    assert rows["plain"] == ["0.001, 0.9", "8", plain_range, "4", "1,500", "1.00", "", "1.00"]
+    assert rows["balanced"][1:] == ["8", "2.0000 (2.0000 to 2.0000)", "8", "750", "2.00", "1.25", "1.00"]
+    # Halfway between a gain and a miss is no gain.
+    assert rows["cs"][4:7] == ["not reached", "not reached", "not reached"]
+    # No bound before all seeds have finished.
+    assert rows["ls"][1:2] + rows["ls"][4:7] == ["7", "500", "3.00", ""]
+
+
+def test_time_per_step_is_relative_to_the_plain_model(runs, report, results, tuned):
+    speeds = {"plain": 100.0, "ls": 80.0}
+    entries = tuned("20 layers", *speeds)
+    for method, speed in speeds.items():
+        run = runs.Run("20 layers", method, 1e-3, 0.9, 1)
+        entries[run] = {"losses": [3.0, 2.0, 2.0, 2.0], "images_per_second": speed}
+    assert [row[-1] for row in cells(report.comparison(results(entries)))] == ["1.00", "1.25"]
+
+
+def test_plain_model_that_diverges_for_most_seeds_sets_no_target(runs, report, results, tuned):
+    entries = tuned("20 layers", "plain", "cs")
+    entries |= at_best(runs, "20 layers", "plain", [[1.0, 2.0, 2.0, 2.0]] * 2 + [[2.0, 1.0, 1.0, 1.0]])
+    entries |= at_best(runs, "20 layers", "cs", [[2.0, 1.0, 1.0, 1.0]])
+    found = results(entries)
+    assert report.plain_target(found, "20 layers") == math.inf
+    plain, cs = cells(report.comparison(found))
+    assert plain[4:] == ["diverges (1.0000 to diverges)", "1", "not reached", "not reached", "", "1.00"]
+    assert cs[4:8] == ["1.0000 (1.0000 to 1.0000)", "1", "not reached", "not reached"]
+
+
+def test_performance_profile(report):
+    speeds = [(2.0, 2.0), (1.0, 1.5), (1.0, 3.0), (0.0, 1.0)]
+    assert [report.profile(speeds, tau) for tau in (1, 1.5, 3, 4)] == [0.25, 0.5, 0.75, 0.75]
+    assert report.profile([(0.0, 0.0)], 4) == 0  # all methods missed the target
+
+
+def test_profiles_count_workloads_on_which_all_methods_have_seeds(runs, report, results, tuned):
+    entries = {}
+    # 1,500 / 500 steps and 1,000 / 800 steps to the target.
+    for workload, before in {"20 layers": 9, "U-Net": 15}.items():
+        entries |= tuned(workload, "plain", "balanced")
+        entries |= at_best(runs, workload, "plain", [[9.0, 2.0, 2.0, 2.0]] * 3)
+        entries |= at_best(runs, workload, "balanced", [[9.0] * before + [1.0] * 5] * 3)
+    entries |= tuned("patch 4", "plain")
+    assert cells(report.profiles(results(entries))) == [
+        ["plain, 2 workloads", "0%", "50%", "50%", "50%", "100%", "100%"],
+        ["balanced, 2 workloads", "100%", "100%", "100%", "100%", "100%", "100%"],
     ]
-    seeds = [("none", 1, diverging), ("none", 2, calm), ("cs 0.9", 1, calm), ("cs 0.9", 2, fast)]
-    entries += [({"method": m, "learning_rate": runs.UVIT_RATES[0], "seed": seed}, curve) for m, seed, curve in seeds]
-    plain, cs = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
-    assert plain[3] == "0.3000 (0.3000 to diverges)"
-    assert cs[4] == "not reached (not reached to 40.00); plain diverges for 1 of 3 seeds"
 
 
-def test_overview_shows_each_method_at_its_best_learning_rate_in_all_settings(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    calm, fast, diverging = [0.5, 0.4, 0.3, 0.3, 0.3], [0.5, 0.2, 0.2, 0.2, 0.2], [0.5, 0.2, 1.0, 1.0, 1.0]
-    entries = [({"learning_rate": rate}, calm) for rate in runs.UVIT_RATES]
-    entries += [({"method": "cs 0.9", "learning_rate": rate}, fast) for rate in runs.UVIT_RATES]
-    best = {"learning_rate": runs.UVIT_RATES[0]}
-    for others, curve in (({"model": "uvit-12"}, calm), ({"batch_size": 64}, diverging)):
-        entries += [({**best, **others}, calm), ({**best, **others, "method": "cs 0.9"}, curve)]
-    assert report.overview(results(entries)).splitlines()[2:] == [
-        "| cs 0.9 | 20.00 |  | not reached |  |  | diverges |  |"
+def test_quality_shows_the_accuracy_of_the_features(runs, report, results, tuned):
+    entries = tuned("20 layers", "plain")
+    for seed in (1, 2, 3):
+        fids = [[step, seed + step / 1000] for step in (375, 750, 1125, 1500)]
+        run = runs.Run("20 layers", "plain", 1e-3, 0.9, seed)
+        entries[run] = {"losses": [1.0, 0.5, 0.5, 0.5], "fid": fids, "accuracy": 0.912}
+        assert run.measures_fid
+    assert not runs.Run("20 layers", "plain", 1e-3, 0.9, 4).measures_fid
+    table = report.quality(results(entries))
+    assert "test accuracy of the features: 91.2%" in table
+    assert cells(table)[0][:4] == ["20 layers", "plain", "3", "2.38 (1.38 to 3.38)"]
+
+
+def test_papers_protocol_compares_runs_with_the_same_rate_and_seed(runs, report, results):
+    plain, cs = (runs.paper_runs(method, 1e-3) for method in ("plain", "cs"))
+    entries = dict(zip(plain, ([6.0] * 27 + [3.0] * 3, [6.0] * 27 + [2.0] * 3)))
+    entries |= dict(zip(cs, ([6.0] * 9 + [2.5] * 21, [6.0] * 9 + [2.5] * 21)))
+    entries[runs.paper_runs("cs", 2e-3)[0]] = [3.0] * 30  # its plain run is missing
+    assert cells(report.paper_protocol(results(entries))) == [
+        ["plain", "", "3.0000 / 2.0000", "", ""],
+        ["cs", "", "2.5000 / 2.5000 (3.00 / not reached)", "", ""],
     ]
 
 
-def test_two_seeds_show_their_mean_and_range(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    entries = [({"learning_rate": rate}, [0.9, 0.4, 0.4, 0.4]) for rate in runs.UVIT_RATES]
-    entries.append(({"learning_rate": runs.UVIT_RATES[0], "seed": 1}, [0.9, 0.2, 0.2, 0.2]))
-    (plain,) = (row.split(" | ") for row in report.tuned_rates(results(entries)).splitlines()[2:])
-    assert plain[2:4] == ["2", "0.3000 (0.2000 to 0.4000)"]
+def test_tuning_table_names_stopped_and_diverged_runs(runs, report, results):
+    first, second, third = runs.tuning_runs("20 layers", "plain")[:3]
+    diverging = {"losses": [1.0] * 10, "stopped": "the loss is not finite"}
+    found = results({first: [1.0] * 30, second: {"losses": [2.0] * 7, "stopped": "early"}, third: diverging})
+    (row,) = cells(report.tuning(found))
+    assert row == ["20 layers", "plain", "", "diverges", "1.0000", "", "", "", "", "stopped", "", ""]
 
 
-def test_parts_of_cs_are_shown_between_the_plain_model_and_cs(benchmark, results):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    cs = [({"method": "cs 0.9", "learning_rate": rate}, [0.9, rate, rate, rate]) for rate in runs.UVIT_RATES]
-    best = {"learning_rate": runs.UVIT_RATES[0]}
-    assert "no finished runs" in report.cs_equivalents(results(cs))
-    part = ({**best, "method": "cs 0.9", "of_cs": "init"}, [0.9, 0.3, 0.3, 0.3])
-    assert [row.split(" | ")[0] for row in report.cs_equivalents(results([*cs, part])).splitlines()[2:]] == [
-        "| initial weights times k",
-        "| the factors themselves (CS)",
+def test_quick_table(runs, report, results):
+    assert report.quick_table(results({})) == "(no finished runs)"
+    plain, balanced = results({}).planned_runs("quick", runs.METHODS)
+    found = results({plain: [9.0] * 7 + [2.0] * 3, balanced: [9.0, 1.0, 1.0, 1.0]})
+    assert cells(report.quick_table(found)) == [
+        ["plain", "0.002", "2.0000"],
+        ["balanced", "0.008", "1.0000 (5.00)"],
     ]
-    plain = (best, [0.9, 0.5, 0.5, 0.5])
-    table = report.cs_equivalents(results([*cs, part, plain]))
-    assert "| nothing (plain model) | 0.5000 | 0.5000 |\n| initial weights times k | 0.3000" in table
 
 
-def test_truncated_line_is_replaced(benchmark, results):
-    runs = benchmark("convergence_runs")
-    file = results([({}, [1.0, 0.5])]).file
+def test_truncated_line_is_replaced(runs, results):
+    first, second = runs.tuning_runs("20 layers", "plain")[:2]
+    file = results({first: [1.0, 0.5]}).file
     whole = file.read_text()
     file.write_text(whole + whole[:40])
     found = runs.Results(file)
-    assert list(found.lines) == [runs.Run("none", 1e-3)]
-    found.add(runs.Run("cs 0.9", 1e-3), {"stopped": None, "evaluations": []})
+    assert list(found.lines) == [first]
+    found.add(second, {"stopped": None, "evaluations": []})
     assert file.read_text().startswith(whole)
-    assert list(runs.Results(file).lines) == [runs.Run("none", 1e-3), runs.Run("cs 0.9", 1e-3)]
+    assert list(runs.Results(file).lines) == [first, second]
 
 
-def test_keeps_lines_added_by_others(benchmark, results):
-    runs = benchmark("convergence_runs")
-    found = results([({}, [1.0, 0.5]), ({"seed": 1}, [1.0, 0.5])])
+def test_keeps_lines_added_by_others(runs, results):
+    first, second, third = runs.tuning_runs("20 layers", "plain")[:3]
+    found = results({first: [1.0, 0.5], second: [1.0, 0.5]})
     lines = found.file.read_text().splitlines(keepends=True)
     for elsewhere in (lines[:1], [*lines, lines[0].replace('"seed": 0', '"seed": 5')]):
         found.file.write_text("".join(elsewhere))
-        found.add(runs.Run("cs 0.9", 1e-3, seed=len(elsewhere)), {"stopped": None, "evaluations": []})
+        found.add(third, {"stopped": None, "evaluations": []})
         written = found.file.read_text().splitlines(keepends=True)
         assert written[:-1] == elsewhere
-        assert json.loads(written[-1])["run"]["seed"] == len(elsewhere)
+        assert runs.Run(**json.loads(written[-1])["run"]) == third
 
 
-def test_only_one_process_can_add_lines(benchmark, results):
-    found = results([])
-    again = benchmark("convergence_runs").Results(found.file)
+def test_only_one_process_can_add_lines(runs, results):
+    first, second = runs.tuning_runs("20 layers", "plain")[:2]
+    found = results({})
+    again = runs.Results(found.file)
     with found.locked(), pytest.raises(SystemExit, match="another process is adding runs to"), again.locked():
         pass
     with found.locked():
-        found.add(benchmark("convergence_runs").Run("none", 1e-3), {"stopped": None, "evaluations": []})
+        found.add(first, {"stopped": None, "evaluations": []})
     with again.locked():
-        again.add(benchmark("convergence_runs").Run("cs 0.9", 1e-3), {"stopped": None, "evaluations": []})
+        again.add(second, {"stopped": None, "evaluations": []})
     assert len(found.file.read_text().splitlines()) == 2  # the second process kept the line of the first
 
 
@@ -219,6 +307,7 @@ def test_only_one_process_can_add_lines(benchmark, results):
     ("flags", "message"),
     [
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--workloads", "13 layers"], "invalid choice: '13 layers'"),
         (["--quick", "--data", "/no/such/folder"], "folder /no/such/folder does not exist: run apt-get install"),
         (["--quick", "--folder", __file__], "File exists"),
     ],
@@ -245,45 +334,47 @@ def test_chart_lines_have_round_values(benchmark, low, high, values):
     assert benchmark("chart").round_values(low, high) == values
 
 
-def test_figure_is_self_contained_in_light_and_dark(benchmark, results, tmp_path):
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
-    curve = [1.0 / (k + 1) for k in range(40)]
-    entries = [({"method": m, "learning_rate": rate}, curve) for m in ("none", "cs 0.9") for rate in runs.UVIT_RATES]
-    report.draw_figure(results(entries), tmp_path)
+def test_figure_is_self_contained_in_light_and_dark(runs, report, results, tuned, tmp_path):
+    curve = [1.0 / (k + 1) for k in range(30)]
+    entries = {**tuned("20 layers", "plain", "balanced"), **at_best(runs, "20 layers", "plain", [curve, curve])}
+    report.draw_figure(results(entries), tmp_path / "images")
+    assert not (tmp_path / "images").exists()  # one method is missing
+    diverging = [0.1] + [0.5] * 29
+    entries |= at_best(runs, "20 layers", "balanced", [curve, curve, diverging])
+    report.draw_figure(results(entries), tmp_path / "images")
     for name in ("light", "dark"):
-        svg = (tmp_path / f"convergence-{name}.svg").read_text()
-        assert svg.count("<polyline") == 2
-        assert ">CS, kappa 0.9</text>" in svg
+        svg = (tmp_path / "images" / f"convergence-{name}.svg").read_text()
+        assert svg.count("<polyline") == 3 + 2 + 2  # medians, target; seeds
+        for label in ("plain", "balanced, 2 of 3 seeds", "target"):
+            assert f">{label}</text>" in svg
         assert ">validation loss (EMA weights)</text>" in svg
         assert not re.search(r"(href|src|url)", svg)
 
 
-def test_tables_of_the_docs_page_match_the_runs_it_names(benchmark, project_root, tmp_path):
-    """The result file may have more runs than the page."""
-    runs, report = benchmark("convergence_runs"), benchmark("convergence_report")
+def test_tables_of_the_docs_page_match_the_finished_runs(benchmark, runs, report, project_root):
+    """Each table on the page that the report can make is one that it makes; the page may leave some out."""
     page = (project_root / "docs" / "which_method.md").read_text()
-    finished = int(re.search(r"\*\*(\d+) runs\*\* are finished", page)[1])
-    lines = (project_root / "benchmarks" / "convergence.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "lines.jsonl").write_text("".join(lines[:finished]))
-    results = runs.Results(tmp_path / "lines.jsonl")
-    assert len(results.lines) == finished
     table = re.compile(r"^\|.*?(?=\n\n|\n?\Z)", re.DOTALL | re.MULTILINE)
-    tables = table.findall(report.tables(results))
-    assert len(tables) >= 2
-    assert table.findall(page) == tables
+    made = table.findall(report.tables(runs.Results(project_root / "benchmarks" / "convergence.jsonl")))
+    heads = {text.splitlines()[0] for text in made}
+    for text in table.findall(page):
+        if text.splitlines()[0] in heads:
+            assert text in made
 
 
 @pytest.fixture
-def make_scheduler(benchmark, tmp_path):
+def make_scheduler(benchmark, runs, tmp_path):
     """Return a function that builds a scheduler over a small dataset in the format of Debian's package."""
-    convergence, runs = benchmark("convergence"), benchmark("convergence_runs")
+    convergence = benchmark("convergence")
     random = np.random.default_rng(0)
     (tmp_path / "idx").mkdir()
     for stem, count in (("train", 64), ("t10k", 8)):
         with gzip.open(tmp_path / "idx" / f"{stem}-images-idx3-ubyte.gz", "wb") as file:
             file.write(bytes(16) + random.integers(0, 256, (count, 28, 28), np.uint8).tobytes())
+        with gzip.open(tmp_path / "idx" / f"{stem}-labels-idx1-ubyte.gz", "wb") as file:
+            file.write(bytes(8) + (np.arange(count) % 10).astype(np.uint8).tobytes())
     (tmp_path / "runs").mkdir()
-    data = convergence.data_flag(str(tmp_path / "idx"), tmp_path / "runs")
+    data = convergence.data_source(str(tmp_path / "idx"), tmp_path / "runs")
 
     def make():
         return convergence.Scheduler(tmp_path / "runs", data, runs.Results(tmp_path / "results.jsonl"), jobs=1)
@@ -293,14 +384,15 @@ def make_scheduler(benchmark, tmp_path):
 
 @pytest.mark.slow
 def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
-    benchmark, make_scheduler, monkeypatch, tmp_path
+    benchmark, runs, make_scheduler, monkeypatch, tmp_path
 ):
-    convergence, runs = benchmark("convergence"), benchmark("convergence_runs")
-    monkeypatch.setitem(runs.TRAINING, "validation_steps", 4)
-    monkeypatch.setitem(runs.TRAINING, "logging_steps", 4)
-    tiny = {"model": "uvit-12", "batch_size": 2, "steps": 12}
-    interrupted, uninterrupted = runs.Run("cs 0.9", 1e-3, **tiny, of_cs="both"), runs.Run("none", 1e-3, **tiny)
-    log = tmp_path / "runs" / interrupted.name / "metrics.jsonl"
+    convergence = benchmark("convergence")
+    for name in ("validation_steps", "logging_steps"):
+        monkeypatch.setitem(runs.TRAINING, name, 4)
+    tiny = runs.Workload({**runs.WORKLOADS["20 layers"].model, "num_layers": 4}, batch_size=2, steps=12)
+    monkeypatch.setitem(runs.WORKLOADS, "quick", tiny)
+    run, folder = runs.Run("quick", "balanced", 8e-3), tmp_path / "runs"
+    log = folder / run.name / "metrics.jsonl"
     wait = convergence.time.sleep
 
     def interrupt(seconds):
@@ -310,34 +402,92 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
 
     monkeypatch.setattr(convergence.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        make_scheduler().run_all([interrupted])
+        make_scheduler().run_all("quick", ["balanced"])
+    assert list((folder / run.name).glob("checkpoint-*"))
     monkeypatch.setattr(convergence.time, "sleep", lambda seconds: wait(0.1))
-    make_scheduler().run_all([interrupted, uninterrupted])
-    for line in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines()):
-        assert [step for step, *_ in line["evaluations"]] == [4, 8, 12]
-    settings = {run: tmp_path / "runs" / run.name / "settings.json" for run in (interrupted, uninterrupted)}
-    resumed = {run: json.loads(file.read_text())["resume_from_checkpoint"] for run, file in settings.items()}
-    assert resumed == {interrupted: "latest", uninterrupted: None}
+    make_scheduler().run_all("quick", ["balanced"])
+    (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [step for step, *_ in line["evaluations"]] == [4, 8, 12]
+    assert line["stopped"] is None
+    assert not (folder / run.name).exists()
+    assert len((folder / f"{run.name}.jsonl").read_text().splitlines()) == 3
 
     scheduler = make_scheduler()
-    scheduler.run_all([interrupted, uninterrupted])
-    assert scheduler.durations == []
-    assert interrupted in scheduler.results
-    assert uninterrupted in scheduler.results
+    scheduler.run_all("quick", ["balanced"])
+    assert scheduler.num_finished == 0
 
 
-def test_rejects_a_log_written_by_two_processes(benchmark, make_scheduler, tmp_path):
-    run = benchmark("convergence_runs").Run("none", 1e-3)
+def write_log(scheduler, run, losses):
+    log = scheduler.folder / run.name / "metrics.jsonl"
+    log.parent.mkdir()
+    rest = {"images_per_second": 5.0}
+    lines = [{"step": step, "validation_loss": loss, "validation_loss_raw": loss, **rest} for step, loss in losses]
+    # The run is writing its last line.
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    (scheduler.folder / f"{run.name}.log").write_text("")
+
+
+def test_hopeless_tuning_run_is_stopped_and_counts_as_finished(benchmark, runs, make_scheduler, monkeypatch, tmp_path):
+    scheduler = make_scheduler()
+    monkeypatch.setattr(runs.Results, "planned_runs", lambda results, workload, methods: tuning)
+    monkeypatch.setattr(benchmark("convergence").time, "sleep", lambda seconds: None)
+    good, run = tuning = runs.tuning_runs("12 layers", "plain")[:2]
+    curve = [[50 * (k + 1), 1.0, 1.0] for k in range(30)]
+    scheduler.results.add(good, {"stopped": None, "evaluations": curve})
+    write_log(scheduler, run, [(300, 9.0), (350, 1.3)])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    scheduler.processes[run] = process
+    scheduler.run_all("12 layers", ["plain"])
+    assert process.poll() is not None
+    assert scheduler.results.lines[run]["stopped"] == "early"
+    assert scheduler.results.evaluations(run) == [(300, 9.0), (350, 1.3)]
+    assert not scheduler.results.diverged(run)
+
+
+def test_comparison_runs_are_never_stopped(runs, make_scheduler):
+    scheduler = make_scheduler()
+    for good in runs.tuning_runs("12 layers", "plain"):
+        scheduler.results.add(good, {"stopped": None, "evaluations": [[350, 0.1, 0.1]]})
+    run = runs.Run("12 layers", "plain", 4e-3, 0.9, seed=1)
+    write_log(scheduler, run, [(350, 9.0)])
+    assert not scheduler._is_hopeless(run)
+    tuning = runs.Run("12 layers", "plain", 4e-3, 0.9, seed=0)
+    write_log(scheduler, tuning, [(350, 9.0)])
+    assert scheduler._is_hopeless(tuning)
+
+
+def test_run_that_fails_ends_the_benchmark_with_its_message(runs, make_scheduler):
+    scheduler, run = make_scheduler(), runs.Run("quick", "plain", 2e-3)
+    scheduler._error_log(run).write_text("progress\nerror: no space left\n")
+    with pytest.raises(SystemExit, match="exited with code 2: error: no space left"):
+        scheduler._collect(run, subprocess.CompletedProcess([], returncode=2))
+    assert run not in scheduler.results
+
+
+def test_rejects_a_log_written_by_two_processes(runs, make_scheduler, tmp_path):
+    run = runs.Run("quick", "plain", 2e-3)
     log = tmp_path / "runs" / run.name / "metrics.jsonl"
     log.parent.mkdir()
-    line = {"step": 1, "loss": 0.5, "validation_loss": 0.5, "validation_loss_raw": 0.5, "grad_norm": 1.0}
-    line["images_per_second"] = 5.0
+    line = {"step": 1, "loss": 0.5, "validation_loss": 0.5, "validation_loss_raw": 0.5, "images_per_second": 5.0}
     scheduler, finished = make_scheduler(), subprocess.CompletedProcess([], returncode=0)
     scheduler._error_log(run).write_text("")
     log.write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
     with pytest.raises(SystemExit, match="was written by two processes"):
         scheduler._collect(run, finished)
     assert run not in scheduler.results
-    log.write_text(json.dumps(line))
+    log.write_text(json.dumps(line) + "\n")
     scheduler._collect(run, finished)
     assert run in scheduler.results
+
+
+def test_feature_network_is_trained_once_and_gives_features(benchmark, make_scheduler, monkeypatch, tmp_path):
+    from scalelong_diffusers.evaluation import load_features
+
+    network = benchmark("fashion_mnist")
+    monkeypatch.setattr(network, "BATCH_SIZE", 16)
+    data = make_scheduler().data
+    accuracy = network.feature_network(tmp_path / "network", data)
+    assert 0 <= accuracy <= 1
+    monkeypatch.setattr(network, "_train", None)
+    assert network.feature_network(tmp_path / "network", data) == accuracy
+    assert load_features(str(tmp_path / "network")).num_features == 128

@@ -1,10 +1,13 @@
 """
-Train the small ResNet whose features measure FID in the convergence benchmark, on the labels of Fashion-MNIST.
+The data of the convergence benchmark, and the small ResNet whose features measure FID.
 
-The networks that are usual for FID know photographs. This one knows these images; its test accuracy says how well.
+The networks that are usual for FID know photographs. This one learns the labels of Fashion-MNIST; its test accuracy
+says how well it knows these images.
 """
 
+import gzip
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -14,22 +17,61 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.data.stream import Stream
 from scalelong_diffusers.data.training_data import load_training_data
+from scalelong_diffusers.files import atomic_write
 
 
+SIZE = 28
+NUM_TEST_IMAGES = 10_000
 BATCH_SIZE, EPOCHS, PEAK_RATE = 128, 12, 4e-3
 _MEAN = _STD = 0.5  # as the pixels of the training data, -1 to 1
 
 
-def feature_network(folder: Path, data: DataConfig) -> float:
+def data_source(data: str, folder: Path) -> dict[str, str]:
+    """Return the data option of the training script. Debian's idx files are converted to parquet first."""
+    if not Path(data).is_dir():
+        if Path(data).is_absolute():
+            sys.exit(
+                f"folder {data} does not exist: run apt-get install dataset-fashion-mnist, or pass a folder with "
+                "Fashion-MNIST or its Hub id as --data"
+            )
+        return {"dataset_name": data}
+    if not list(Path(data).glob("*-images-idx3-ubyte.gz")):
+        return {"train_data_dir": data}
+    out = folder / "fashion-mnist"
+    out.mkdir(exist_ok=True)
+    for split, stem in (("train", "train"), ("test", "t10k")):
+        if not (out / f"{split}.parquet").exists():
+            _convert(Path(data), stem, out / f"{split}.parquet")
+    return {"train_data_dir": str(out)}
+
+
+def _convert(data: Path, stem: str, file: Path):
+    import datasets
+    import numpy as np
+    from PIL import Image
+
+    datasets.disable_progress_bars()
+    with gzip.open(data / f"{stem}-images-idx3-ubyte.gz") as images:
+        pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, SIZE, SIZE)
+    with gzip.open(data / f"{stem}-labels-idx1-ubyte.gz") as labels:
+        classes = np.frombuffer(labels.read(), np.uint8, offset=8)
+    columns = {"image": [Image.fromarray(image) for image in pixels], "label": classes.tolist()}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(10)})
+    atomic_write(file, datasets.Dataset.from_dict(columns, features=features).to_parquet, durable=False)
+
+
+def feature_network(folder: Path, source: dict[str, str]) -> float:
     """Train the network and save it with its image processor, unless the folder has it. Return its test accuracy."""
     record = folder / "accuracy.json"
     if not record.exists():
         print(f"training the feature network {folder}", flush=True)
+        data = DataConfig(**source, resolution=SIZE, validation_size=NUM_TEST_IMAGES)
         loaded = load_training_data(data, channels=1, needs_labels=True, needs_captions=False, seed=0)
         model = _train(loaded.train, loaded.num_classes)
         model.save_pretrained(folder)
-        size = {"height": data.resolution, "width": data.resolution}
-        processor = ViTImageProcessorPil(size=size, image_mean=[_MEAN] * 3, image_std=[_STD] * 3)
+        processor = ViTImageProcessorPil(
+            size={"height": SIZE, "width": SIZE}, image_mean=[_MEAN] * 3, image_std=[_STD] * 3
+        )
         processor.save_pretrained(folder)
         # Last: its presence means that the folder is complete.
         record.write_text(json.dumps(_accuracy(model, loaded.validation)) + "\n")
