@@ -59,7 +59,6 @@ from typing import Any
 from convergence_report import draw_figure, quick_table, tables
 from convergence_runs import (
     FID_PARTS,
-    FID_WORKLOADS,
     METHODS,
     METHODS_ON,
     QUICK,
@@ -72,6 +71,8 @@ from convergence_runs import (
 )
 from fashion_mnist import data_source, feature_network
 from measure import exit_on_signals
+
+from scalelong_diffusers.errors import UserError
 
 
 DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
@@ -100,7 +101,7 @@ def main():
         compare(arguments)
     except KeyboardInterrupt:
         sys.exit("interrupted; run the same command again to resume")
-    except OSError as error:
+    except (OSError, UserError) as error:
         parser.error(str(error))
 
 
@@ -109,7 +110,8 @@ def compare(arguments: argparse.Namespace):
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "quick.jsonl" if quick else Path(__file__).with_suffix(".jsonl"))
     if arguments.report:
-        return report(results, quick)
+        report(results, quick)
+        return
     with results.locked():
         scheduler = Scheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
         for workload in [QUICK] if quick else arguments.workloads:
@@ -133,14 +135,11 @@ class Scheduler:
         self.jobs = jobs
         self.processes: dict[Run, subprocess.Popen] = {}
         self.accuracy: float | None = None
-        self.num_finished = 0
         for name, workload in WORKLOADS.items():
             self._model_config(name).write_text(json.dumps(workload.model))
 
     def run_all(self, workload: str, methods: list[str]):
         """Run all planned runs of a workload that have no results, and add their results."""
-        if workload in FID_WORKLOADS and self._waiting(workload, methods):
-            self.accuracy = feature_network(self._network, self.data)
         try:
             while (waiting := self._waiting(workload, methods)) or self.processes:
                 for run in waiting[: self.jobs - len(self.processes)]:
@@ -195,17 +194,15 @@ class Scheduler:
             )
 
     def _fid_settings(self, run: Run) -> dict[str, str | int | Path]:
+        network = self.folder / "feature-network"
+        self.accuracy = feature_network(network, self.data)
         return {
             "eval_steps": run.steps // FID_PARTS,
             "num_eval_images": 1_000,
-            "eval_features": self._network,
+            "eval_features": network,
             "eval_metric": "fid",
             "num_inference_steps": 20,
         }
-
-    @property
-    def _network(self) -> Path:
-        return self.folder / "feature-network"
 
     def _model_config(self, workload: str) -> Path:
         return self.folder / f"{workload.replace(' ', '_')}.json"
@@ -253,7 +250,6 @@ class Scheduler:
         shutil.rmtree(self._output(run), ignore_errors=True)
 
     def _report(self, run: Run, waiting: int):
-        self.num_finished += 1
         outcome = self.results.lines[run]["stopped"] or f"loss {self.results.final_loss(run):.4f}"
         print(f"{time.strftime('%H:%M')} {run.name}: {outcome}; {waiting} runs are waiting", flush=True)
 

@@ -412,9 +412,8 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
     assert not (folder / run.name).exists()
     assert len((folder / f"{run.name}.jsonl").read_text().splitlines()) == 3
 
-    scheduler = make_scheduler()
-    scheduler.run_all("quick", ["balanced"])
-    assert scheduler.num_finished == 0
+    monkeypatch.setattr(subprocess, "Popen", None)
+    make_scheduler().run_all("quick", ["balanced"])  # starts no process
 
 
 def write_log(scheduler, run, losses):
