@@ -68,7 +68,8 @@ _UVIT = {
     "num_layers": 20,
     "num_attention_heads": 4,
 }
-_SHAPES = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "patch_size": 4}
+# 30 classes, and one without a class.
+_SHAPES = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "patch_size": 4, "num_class_embeds": 31}
 _UNET = {
     "_class_name": "ScaleLongUNet2DModel",
     **_IMAGES,
