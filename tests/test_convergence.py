@@ -416,6 +416,32 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
     make_scheduler().run_all("quick", ["balanced"])  # starts no process
 
 
+def test_all_runs_have_valid_flags(benchmark, runs, make_scheduler, monkeypatch):
+    """Parse the commands, and check the settings that differ between runs."""
+    from scalelong_diffusers.train import train_class_conditional, train_unconditional
+    from scalelong_diffusers.training import TrainingConfig, parse_config
+
+    classes = {
+        train_unconditional.__name__: TrainingConfig,
+        train_class_conditional.__name__: train_class_conditional.ClassConditionalConfig,
+    }
+    commands = []
+    monkeypatch.setattr(benchmark("convergence"), "feature_network", lambda folder, data: 0.9)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))
+    scheduler = make_scheduler()
+    pairs = [(workload, method) for workload, methods in runs.METHODS_ON.items() for method in methods]
+    for workload, method in pairs:
+        scheduler._start(runs.Run(workload, method, 2e-3, 0.99, seed=1))
+    configs = [parse_config(classes[script], "", flags) for _, _, script, *flags in commands]
+    for (workload, method), config in zip(pairs, configs):
+        options = config.optimization
+        assert (options.learning_rate, options.adam_beta1, options.seed) == (2e-3, 0.99, 1)
+        assert options.max_grad_norm == (0 if workload == "paper" else 1)
+        assert (config.data.train_data_dir is None) == (workload == "class-conditional shapes")
+        has_fid = workload in ("20 layers", "patch 4") and method in ("plain", "balanced")
+        assert config.monitoring.eval_steps == (has_fid and runs.WORKLOADS[workload].steps // 4)
+
+
 def write_log(scheduler, run, losses):
     log = scheduler.folder / run.name / "metrics.jsonl"
     log.parent.mkdir()
