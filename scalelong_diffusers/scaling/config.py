@@ -197,5 +197,5 @@ class SkipScalingConfig:
         return f"SkipScalingConfig({fields})"
 
 
-# The fields of the built-in methods. Those of registered methods are in `options`.
+# The fields of the built-in methods. `options` holds the fields of registered methods.
 _TYPED_FIELDS = {field.name for field in dataclasses.fields(SkipScalingConfig)} - {"method", "options"}
