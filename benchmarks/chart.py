@@ -1,4 +1,4 @@
-"""Draw curves over training steps as SVG, for the demo page and the figure of the README."""
+"""Draw curves as SVG, for the demo page and the figures of the documentation."""
 
 import html
 import math
@@ -17,6 +17,7 @@ def chart(
     right: int = 12,
     labels: dict[str, str] | None = None,
     thin: dict[str, list[Curve]] | None = None,
+    axis: str = "training step",
 ) -> str:
     """
     Return the content of an `svg` element with a view box of WIDTH x HEIGHT and a logarithmic value axis.
@@ -24,10 +25,11 @@ def chart(
     Args:
         curves: curves by the class that styles them. The style sheet also styles `text` and the class "axis".
         name: name of the values.
-        first: first step of the step axis.
+        first: first value of the horizontal axis.
         right: width of the right margin, which holds the labels.
         labels: text at the end of a curve, by class.
         thin: more curves by class, drawn behind the others. They also have the class "thin".
+        axis: name of the horizontal axis.
     """
     lines = [(style, curve) for style, several in (thin or {}).items() for curve in several]
     lines = [(f"thin {style}", curve) for style, curve in lines] + list(curves.items())
@@ -54,7 +56,7 @@ def chart(
         parts.append(f'<text x="{x(step):.1f}" y="{base + 20}" text-anchor="{anchor}">{step:.0f}</text>')
     parts.append(f'<text x="0" y="{_TOP - 14}">{html.escape(name)}</text>')
     parts.append(
-        f'<text x="{(_LEFT + WIDTH - right) / 2}" y="{HEIGHT - 10}" text-anchor="middle">training step</text>'
+        f'<text x="{(_LEFT + WIDTH - right) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{html.escape(axis)}</text>'
     )
     for style, curve in lines:
         points = " ".join(f"{x(step):.1f},{y(math.log10(value)):.1f}" for step, value in curve)

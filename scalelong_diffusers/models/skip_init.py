@@ -23,7 +23,7 @@ SKIP_INITS = (REFERENCE, "zero", "sum", "balanced")
 Model = TypeVar("Model", bound=ModelMixin)
 
 
-def apply_skip_init(model: Model, skip_init: str) -> Model:
+def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = False) -> Model:
     """
     Initialize the layers that read the long skips of an untrained model, in place. Return the model.
 
@@ -34,17 +34,19 @@ def apply_skip_init(model: Model, skip_init: str) -> Model:
         skip_init: what the decoder receives at the start, where h is the hidden state, s the skip and k its factor:
             `"zero"`: h; `"sum"`: h + k s, as in the paper's equation (1); `"balanced"`: (h + k s) / sqrt(1 + k^2),
             which keeps the magnitude. `"reference"` leaves the model's own, random init.
+        zero_init_residual: also start the last layer of each residual branch at zero, as DDPM does, so that at the
+            start the model consists of its residual path.
 
     ```python
-    unet = apply_skip_init(UNet2DModel(sample_size=32), "balanced")
+    unet = apply_skip_init(UNet2DModel(sample_size=32), "zero", zero_init_residual=True)
     ```
     """
     check_skip_init(skip_init)
     _check_untrained(model)
-    if skip_init != REFERENCE:
-        start_skip_layers(model, skip_init)
-    if "skip_init" in model.config:
-        write_config_entry(model, "skip_init", skip_init)
+    start_layers(model, skip_init, zero_init_residual)
+    for name, value in {"skip_init": skip_init, "zero_init_residual": zero_init_residual}.items():
+        if name in model.config:
+            write_config_entry(model, name, value)
     return model
 
 
@@ -56,10 +58,13 @@ def check_skip_init(skip_init: str):
 
 
 @torch.no_grad()
-def start_skip_layers(model: ModelMixin, skip_init: str):
-    """Initialize the layers that read the long skips. Other weights do not change."""
+def start_layers(model: ModelMixin, skip_init: str, zero_init_residual: bool):
+    """Initialize the layers of a model that is being built. Other weights do not change."""
     layout, is_scaled = skip_layout(model), isinstance(model, SkipScalingMixin)
-    for skip in layout.find(model):
+    for layer in layout.branch_ends(model) if zero_init_residual else ():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    for skip in layout.find(model) if skip_init != REFERENCE else ():
         layer = layout.skip_layer(model, skip)
         if layer is None:
             continue

@@ -6,7 +6,10 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models.resnet import SpatioTemporalResBlock
+from diffusers.models import Transformer2DModel, TransformerTemporalModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D, SpatioTemporalResBlock, TemporalResnetBlock
+from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +43,10 @@ class SkipLayout:
 
     def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer | None:
         """Return the layer by which the residual path reads a skip, or None if there is no layer."""
+        raise UserError(f"apply_skip_init does not support {type(model).__name__}")
+
+    def branch_ends(self, model: nn.Module) -> list[nn.Module]:
+        """Return the last layers of the residual branches."""
         raise UserError(f"apply_skip_init does not support {type(model).__name__}")
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
@@ -104,6 +111,17 @@ class UpBlockSkips(SkipLayout):
             return None
         return SkipLayer(*shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1), shortcut.bias)
 
+    def branch_ends(self, model: nn.Module) -> list[nn.Module]:
+        ends = []
+        for module in model.modules():
+            if isinstance(module, ResnetBlock2D | ResnetBlockCondNorm2D | TemporalResnetBlock):
+                ends.append(module.conv2)
+            elif isinstance(module, Transformer2DModel | TransformerTemporalModel | TransformerSpatioTemporalModel):
+                ends.append(module.proj_out)
+            elif isinstance(module, Attention) and module.residual_connection:
+                ends.append(module.to_out[0])
+        return ends
+
 
 def _spatial(resnet: nn.Module) -> nn.Module:
     return resnet.spatial_res_block if isinstance(resnet, SpatioTemporalResBlock) else resnet
@@ -160,6 +178,10 @@ class OutBlockSkips(SkipLayout):
     def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer:
         block = model.get_submodule(skip.block)
         return SkipLayer(block.hidden_proj.weight, block.skip_proj.weight, block.hidden_proj.bias)
+
+    def branch_ends(self, model: nn.Module) -> list[nn.Module]:
+        blocks = [*model.in_blocks, model.mid_block, *model.out_blocks]
+        return [end for block in blocks for end in (block.attn.to_out[0], block.mlp.fc2)]
 
 
 # The hooks are classes and not closures, so that models with hooks can be copied and pickled.

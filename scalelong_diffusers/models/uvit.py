@@ -15,7 +15,7 @@ from torch import nn
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
 from scalelong_diffusers.models.mixin import SkipScalingMixin
-from scalelong_diffusers.models.skip_init import REFERENCE, check_skip_init, start_skip_layers
+from scalelong_diffusers.models.skip_init import REFERENCE, check_skip_init, start_layers
 from scalelong_diffusers.models.skips import OutBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -55,7 +55,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         block_scale: t in the residual branches x + t f(x) (the paper's Table 3). `"rezero"` learns one t per branch,
             which starts at 0.
         timestep_scale, timestep_offset: the input of the time embedding is (timestep + offset) * scale.
-        skip_init: start of the layers that read the long skips; see [`apply_skip_init`].
+        skip_init, zero_init_residual: initialization of the layers that read the long skips, and of the residual
+            branches; see [`apply_skip_init`].
         skip_scaling: a [`SkipScalingConfig`], a dict of its fields, or a method.
     """
 
@@ -84,6 +85,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         timestep_scale: float = 1.0,
         timestep_offset: float = 0.0,
         skip_init: str = REFERENCE,
+        zero_init_residual: bool = False,
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
@@ -120,16 +122,16 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self._init_weights()
 
         self._init_skip_scaling(skip_scaling)  # after `_init_weights`, which would change the gates
-        if skip_init != REFERENCE:
-            start_skip_layers(self, skip_init)
+        start_layers(self, skip_init, zero_init_residual)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        if "skip_init" in kwargs:
-            raise UserError(
-                f"skip_init={kwargs['skip_init']!r} is for models that are trained from scratch, and "
-                f"{pretrained_model_name_or_path} has trained weights: leave it out"
-            )
+        for name in ("skip_init", "zero_init_residual"):
+            if name in kwargs:
+                raise UserError(
+                    f"{name}={kwargs[name]!r} is for models that are trained from scratch, and "
+                    f"{pretrained_model_name_or_path} has trained weights: leave it out"
+                )
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def _init_weights(self):

@@ -43,8 +43,12 @@ class ModelConfig:
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
     )
     skip_init: str | None = option(
-        None, "start of the layers that read the long skips (default: balanced for a built-in small model, otherwise "
-        "the model's own)", choices=SKIP_INITS, on_resume="fixed",
+        None, "start of the layers that read the long skips (default: the best for a built-in small model, otherwise "
+        "as in the model's config)", choices=SKIP_INITS, on_resume="fixed",
+    )  # fmt: skip
+    zero_init_residual: bool | None = option(
+        None, "start the last layers of residual branches at zero (default: the same as for --skip_init)",
+        on_resume="fixed",
     )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"

@@ -12,7 +12,7 @@ import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.models.skip_init import apply_skip_init
+from scalelong_diffusers.models.skip_init import REFERENCE, apply_skip_init
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.patching import apply_skip_scaling
@@ -70,8 +70,9 @@ def build_model(
     shape = {"sample_size": resolution // factor, "in_channels": channels, "out_channels": channels}
     classes = {} if num_class_embeds is None else {"num_class_embeds": num_class_embeds}
     torch.manual_seed(seed_for(config.optimization.seed, "model"))
+    stored: dict[str, Any] = {}
     if options.model_config_name_or_path is not None:
-        model = _from_config(options.model_config_name_or_path)
+        model, stored = _from_config(options.model_config_name_or_path)
         _check_condition(options.model_config_name_or_path, model, num_class_embeds, has_text=text is not None)
     elif options.preset is not None:
         preset = get_preset(options.preset)
@@ -81,8 +82,12 @@ def build_model(
     _check_fit(model, resolution, factor, channels, vae)
     _check_image_size(data, model, factor)
     apply_skip_scaling(model, config.skip_scaling)
-    skip_init = options.skip_init
-    return model if skip_init is None else apply_skip_init(model, skip_init)
+    start = {
+        "skip_init": stored.get("skip_init", REFERENCE),
+        "zero_init_residual": stored.get("zero_init_residual", False),
+    }
+    given = {"skip_init": options.skip_init, "zero_init_residual": options.zero_init_residual}
+    return apply_skip_init(model, **start | {name: value for name, value in given.items() if value is not None})
 
 
 def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]) -> ModelMixin:
@@ -108,8 +113,12 @@ def _patch_size(size: int) -> int | None:
     return sizes[0] if sizes else (1 if 4 <= size < 8 else None)
 
 
-def _from_config(source: str) -> ModelMixin:
-    """Build an untrained model from a config. Weights in the same folder are not loaded."""
+def _from_config(source: str) -> tuple[ModelMixin, dict[str, Any]]:
+    """
+    Build an untrained model from a config, and return both. Weights in the same folder are not loaded.
+
+    The model has no skip scaling and its random init.
+    """
     if source.endswith(".json"):
         folder, name = os.path.split(source)
         config = read_json(folder or ".", name) if os.path.isfile(source) else None
@@ -124,7 +133,9 @@ def _from_config(source: str) -> ModelMixin:
     model_class = getattr(libraries[0], name) if libraries else None
     if not (isinstance(model_class, type) and issubclass(model_class, ModelMixin)):
         raise UserError(f"{source} is the config of {name}, which is not a model of diffusers or of this package")
-    return model_class.from_config({key: value for key, value in config.items() if key != "skip_scaling"})
+    applied_later = ("skip_scaling", "skip_init", "zero_init_residual")
+    model = model_class.from_config({key: value for key, value in config.items() if key not in applied_later})
+    return model, config
 
 
 def _check_condition(source: str, model: ModelMixin, num_class_embeds: int | None, has_text: bool):

@@ -1,4 +1,4 @@
-"""The methods beside CS and LS compute the formulas of their sources, and users can register their own."""
+"""The methods other than CS and LS compute the formulas of their sources, and users can register their own."""
 
 import math
 
