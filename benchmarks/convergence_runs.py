@@ -16,34 +16,40 @@ from fashion_mnist import SIZE
 from measure import machine
 
 
-# Method names, as stored in the result lines, and their flags.
+_PLAIN = {"skip_scaling": "none", "skip_init": "reference"}
+_CS, _LS = {"skip_scaling": "cs", "kappa": 0.9}, {"skip_scaling": "ls"}
+_PAPERS_LS = {**_LS, "skip_scaling_shared": True, "skip_scaling_init": "paper"}
+# The residual path starts as the sum of hidden state and skip, residual branches start at 0 (ReZero in a U-ViT), and
+# the layers that form the sum learn slowly. In a U-Net the skips join only in the branches.
+_SUM, _REZERO = {"skip_init": "sum"}, {"block_scale": "rezero"}
+_RESIDUAL = {**_SUM, **_REZERO, "skip_lr_scale": 0.1}
+_RESIDUAL_UNET = {"skip_init": "zero", "zero_init_residual": True}
+
+# Method names, as stored in the result lines, and their flags. `block_scale` is a field of the model's config.
 METHODS = {
-    "plain": ("--skip_scaling=none", "--skip_init=reference"),
-    "cs": ("--skip_scaling=cs", "--kappa=0.9", "--skip_init=reference"),
-    "ls": ("--skip_scaling=ls", "--skip_init=reference"),
-    "balanced": ("--skip_scaling=none", "--skip_init=balanced"),
-    "zero": ("--skip_scaling=none", "--skip_init=zero"),
-    "sum + cs": ("--skip_scaling=cs", "--kappa=0.9", "--skip_init=sum"),
-    "balanced + cs": ("--skip_scaling=cs", "--kappa=0.9", "--skip_init=balanced"),
-    "balanced + ls": ("--skip_scaling=ls", "--skip_init=balanced"),
-    "ls (paper)": (
-        *("--skip_scaling=ls", "--skip_scaling_shared", "--skip_scaling_init=paper"),
-        "--skip_init=reference",
-    ),
+    "plain": _PLAIN,
+    "cs": {**_PLAIN, **_CS},
+    "ls": {**_PLAIN, **_LS},
+    "sum": {**_PLAIN, **_SUM},
+    "rezero": {**_PLAIN, **_REZERO},
+    "sum + rezero": {**_PLAIN, **_SUM, **_REZERO},
+    "residual": {**_PLAIN, **_RESIDUAL},
+    "residual + cs": {**_PLAIN, **_RESIDUAL, **_CS},
+    "ls (paper)": {**_PLAIN, **_PAPERS_LS},
 }
-PLAIN, BASE, PAPER, QUICK = "plain", "20 layers", "paper", "quick"
-EVERYWHERE = (PLAIN, "balanced")
+PLAIN, BASE, PAPER, QUICK, UNET = "plain", "20 layers", "paper", "quick", "U-Net"
+EVERYWHERE = (PLAIN, "residual")
 # The methods that run on each workload.
 METHODS_ON = {
-    BASE: ("plain", "cs", "ls", "balanced", "zero", "sum + cs", "balanced + cs", "balanced + ls"),
+    BASE: ("plain", "residual", "cs", "ls", "sum", "rezero", "sum + rezero", "residual + cs"),
     "12 layers": EVERYWHERE,
     "28 layers": EVERYWHERE,
     "batch 16": EVERYWHERE,
     "batch 64": EVERYWHERE,
     "patch 4": EVERYWHERE,
     "class-conditional shapes": EVERYWHERE,
-    "U-Net": EVERYWHERE,
-    PAPER: ("plain", "cs", "ls (paper)", "balanced"),
+    UNET: EVERYWHERE,
+    PAPER: ("plain", "cs", "ls (paper)", "residual"),
 }
 TUNED = tuple(name for name in METHODS_ON if name != PAPER)
 
@@ -52,9 +58,9 @@ RATES = (4e-3, 2e-3, 8e-3, 1e-3, 1.6e-2)
 BETA1S = (0.9, 0.99)
 SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
 PAPER_RATES, PAPER_BETA1, PAPER_SEEDS = (5e-4, 1e-3, 2e-3, 4e-3), 0.99, (1, 2)
-QUICK_RATES = {PLAIN: 2e-3, "balanced": 8e-3}
+QUICK_RATES = {PLAIN: 2e-3, "residual": 4e-3}
 # A tuning run stops after this fraction of its steps if its loss is above this factor times the lowest loss there.
-STOP_ABOVE = {1 / 4: 1.25, 1 / 2: 1.25}
+STOP_ABOVE = {1 / 4: 2.0, 1 / 2: 1.25}
 STOPPED_EARLY = "early"
 FID_WORKLOADS, FID_SEEDS, FID_PARTS = (BASE, "patch 4"), (1, 2, 3), 4
 
@@ -107,7 +113,7 @@ WORKLOADS = {
         flags={"resolution": 16, "num_shapes": 50_000},
         uses_fashion_mnist=False,
     ),
-    "U-Net": Workload(_UNET, steps=1_000),
+    UNET: Workload(_UNET, steps=1_000),
     PAPER: Workload(flags={"max_grad_norm": 0}),
     QUICK: Workload(steps=500),
 }
@@ -144,6 +150,22 @@ class Run:
     @property
     def steps(self) -> int:
         return WORKLOADS[self.workload].steps
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags of the method."""
+        return {name: value for name, value in self._method.items() if name != "block_scale"}
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The config of the model."""
+        changes = {name: value for name, value in self._method.items() if name == "block_scale"}
+        return {**WORKLOADS[self.workload].model, **changes}
+
+    @property
+    def _method(self) -> dict[str, Any]:
+        is_residual_unet = self.workload == UNET and self.method == "residual"
+        return {**_PLAIN, **_RESIDUAL_UNET} if is_residual_unet else METHODS[self.method]
 
     @property
     def is_tuning(self) -> bool:

@@ -137,18 +137,18 @@ def test_run_that_the_rule_stops_is_never_the_best_setting(runs, results):
 
 
 def test_seeds_wait_for_the_best_setting_of_their_method(runs, results, tuned):
-    methods = ("plain", "balanced")
-    assert results({}).planned_runs("12 layers", ["balanced", "cs"]) == runs.tuning_runs("12 layers", "balanced")
-    planned = results(tuned("12 layers", "balanced")).planned_runs("12 layers", methods)
+    methods = ("plain", "residual")
+    assert results({}).planned_runs("12 layers", ["residual", "cs"]) == runs.tuning_runs("12 layers", "residual")
+    planned = results(tuned("12 layers", "residual")).planned_runs("12 layers", methods)
     assert planned[:20] == [run for method in methods for run in runs.tuning_runs("12 layers", method)]
-    assert planned[20:] == [runs.Run("12 layers", "balanced", 1e-3, 0.9, seed) for seed in range(1, 9)]
+    assert planned[20:] == [runs.Run("12 layers", "residual", 1e-3, 0.9, seed) for seed in range(1, 9)]
 
 
 def test_plans_of_the_paper_and_of_quick(runs, results):
     paper = results({}).planned_runs("paper", ["plain", "ls (paper)", "zero"])
     assert len(paper) == 2 * 4 * 2
     assert {(run.beta1, run.seed) for run in paper} == {(0.99, 1), (0.99, 2)}
-    assert [run.learning_rate for run in results({}).planned_runs("quick", runs.METHODS)] == [2e-3, 8e-3]
+    assert [run.learning_rate for run in results({}).planned_runs("quick", runs.METHODS)] == [2e-3, 4e-3]
     assert not any(run.is_tuning for run in [*paper, *results({}).planned_runs("quick", runs.METHODS)])
 
 
@@ -164,20 +164,20 @@ def test_comparison_with_the_median_of_the_plain_model(runs, report, results, tu
     plain = [[9.0] * 27 + [loss] * 3 for loss in (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)]
     fast, slow, late, never = ([9.0] * k + [2.0] * (30 - k) for k in (9, 14, 23, 30))
     entries = {
-        **tuned("20 layers", "plain", "balanced", "cs", "ls"),
+        **tuned("20 layers", "plain", "residual", "cs", "ls"),
         **at_best(runs, "20 layers", "plain", plain),
-        **at_best(runs, "20 layers", "balanced", [fast] * 4 + [slow] * 3 + [late]),
+        **at_best(runs, "20 layers", "residual", [fast] * 4 + [slow] * 3 + [late]),
         **at_best(runs, "20 layers", "cs", [fast] * 3 + [slow] + [never] * 4),
         **at_best(runs, "20 layers", "ls", [fast] * 7),
     }
     found = results(entries)
     assert report.plain_target(found, "20 layers") == 2.5
     # 1,500 steps / 500, 750 or 1,200 steps.
-    assert report.speed_ups(found, "20 layers", "balanced") == [3.0] * 4 + [2.0] * 3 + [1.25]
+    assert report.speed_ups(found, "20 layers", "residual") == [3.0] * 4 + [2.0] * 3 + [1.25]
     rows = {row[1]: row[2:] for row in cells(report.comparison(found))}
     plain_range = "2.5000 (1.0000 to 4.0000)"
     assert rows["plain"] == ["0.001, 0.9", "8", plain_range, "4", "1,500", "1.00", "", "1.00"]
-    assert rows["balanced"][1:] == ["8", "2.0000 (2.0000 to 2.0000)", "8", "750", "2.00", "1.25", "1.00"]
+    assert rows["residual"][1:] == ["8", "2.0000 (2.0000 to 2.0000)", "8", "750", "2.00", "1.25", "1.00"]
     # Halfway between a gain and a miss is no gain.
     assert rows["cs"][4:7] == ["not reached", "not reached", "not reached"]
     # No bound before all seeds have finished.
@@ -214,13 +214,13 @@ def test_profiles_count_workloads_on_which_all_methods_have_seeds(runs, report, 
     entries = {}
     # 1,500 / 500 steps and 1,000 / 800 steps to the target.
     for workload, before in {"20 layers": 9, "U-Net": 15}.items():
-        entries |= tuned(workload, "plain", "balanced")
+        entries |= tuned(workload, "plain", "residual")
         entries |= at_best(runs, workload, "plain", [[9.0, 2.0, 2.0, 2.0]] * 3)
-        entries |= at_best(runs, workload, "balanced", [[9.0] * before + [1.0] * 5] * 3)
+        entries |= at_best(runs, workload, "residual", [[9.0] * before + [1.0] * 5] * 3)
     entries |= tuned("patch 4", "plain")
     assert cells(report.profiles(results(entries))) == [
         ["plain, 2 workloads", "0%", "50%", "50%", "50%", "100%", "100%"],
-        ["balanced, 2 workloads", "100%", "100%", "100%", "100%", "100%", "100%"],
+        ["residual, 2 workloads", "100%", "100%", "100%", "100%", "100%", "100%"],
     ]
 
 
@@ -258,11 +258,11 @@ def test_tuning_table_names_stopped_and_diverged_runs(runs, report, results):
 
 def test_quick_table(runs, report, results):
     assert report.quick_table(results({})) == "(no finished runs)"
-    plain, balanced = results({}).planned_runs("quick", runs.METHODS)
-    found = results({plain: [9.0] * 7 + [2.0] * 3, balanced: [9.0, 1.0, 1.0, 1.0]})
+    plain, residual = results({}).planned_runs("quick", runs.METHODS)
+    found = results({plain: [9.0] * 7 + [2.0] * 3, residual: [9.0, 1.0, 1.0, 1.0]})
     assert cells(report.quick_table(found)) == [
         ["plain", "0.002", "2.0000"],
-        ["balanced", "0.008", "1.0000 (5.00)"],
+        ["residual", "0.004", "1.0000 (5.00)"],
     ]
 
 
@@ -336,16 +336,16 @@ def test_chart_lines_have_round_values(benchmark, low, high, values):
 
 def test_figure_is_self_contained_in_light_and_dark(runs, report, results, tuned, tmp_path):
     curve = [1.0 / (k + 1) for k in range(30)]
-    entries = {**tuned("20 layers", "plain", "balanced"), **at_best(runs, "20 layers", "plain", [curve, curve])}
+    entries = {**tuned("20 layers", "plain", "residual"), **at_best(runs, "20 layers", "plain", [curve, curve])}
     report.draw_figure(results(entries), tmp_path / "images")
     assert not (tmp_path / "images").exists()  # one method is missing
     diverging = [0.1] + [0.5] * 29
-    entries |= at_best(runs, "20 layers", "balanced", [curve, curve, diverging])
+    entries |= at_best(runs, "20 layers", "residual", [curve, curve, diverging])
     report.draw_figure(results(entries), tmp_path / "images")
     for name in ("light", "dark"):
         svg = (tmp_path / "images" / f"convergence-{name}.svg").read_text()
         assert svg.count("<polyline") == 3 + 2 + 2  # medians, target; seeds
-        for label in ("plain", "balanced, 2 of 3 seeds", "target"):
+        for label in ("plain", "residual, 2 of 3 seeds", "target"):
             assert f">{label}</text>" in svg
         assert ">validation loss (EMA weights)</text>" in svg
         assert not re.search(r"(href|src|url)", svg)
@@ -391,7 +391,7 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
         monkeypatch.setitem(runs.TRAINING, name, 4)
     tiny = runs.Workload({**runs.WORKLOADS["20 layers"].model, "num_layers": 4}, batch_size=2, steps=12)
     monkeypatch.setitem(runs.WORKLOADS, "quick", tiny)
-    run, folder = runs.Run("quick", "balanced", 8e-3), tmp_path / "runs"
+    run, folder = runs.Run("quick", "residual", 4e-3), tmp_path / "runs"
     log = folder / run.name / "metrics.jsonl"
     wait = convergence.time.sleep
 
@@ -402,10 +402,10 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
 
     monkeypatch.setattr(convergence.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        make_scheduler().run_all("quick", ["balanced"])
+        make_scheduler().run_all("quick", ["residual"])
     assert list((folder / run.name).glob("checkpoint-*"))
     monkeypatch.setattr(convergence.time, "sleep", lambda seconds: wait(0.1))
-    make_scheduler().run_all("quick", ["balanced"])
+    make_scheduler().run_all("quick", ["residual"])
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert [step for step, *_ in line["evaluations"]] == [4, 8, 12]
     assert line["stopped"] is None
@@ -413,7 +413,7 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
     assert len((folder / f"{run.name}.jsonl").read_text().splitlines()) == 3
 
     monkeypatch.setattr(subprocess, "Popen", None)
-    make_scheduler().run_all("quick", ["balanced"])  # starts no process
+    make_scheduler().run_all("quick", ["residual"])  # starts no process
 
 
 def test_all_runs_have_valid_flags(benchmark, runs, make_scheduler, monkeypatch):
@@ -438,7 +438,7 @@ def test_all_runs_have_valid_flags(benchmark, runs, make_scheduler, monkeypatch)
         assert (options.learning_rate, options.adam_beta1, options.seed) == (2e-3, 0.99, 1)
         assert options.max_grad_norm == (0 if workload == "paper" else 1)
         assert (config.data.train_data_dir is None) == (workload == "class-conditional shapes")
-        has_fid = workload in ("20 layers", "patch 4") and method in ("plain", "balanced")
+        has_fid = workload in ("20 layers", "patch 4") and method in ("plain", "residual")
         assert config.monitoring.eval_steps == (has_fid and runs.WORKLOADS[workload].steps // 4)
 
 

@@ -82,6 +82,13 @@ def start_layers(model: ModelMixin, skip_init: str, zero_init_residual: bool):
             layer.bias.zero_()
 
 
+def skip_layer_parameters(model: ModelMixin) -> list[nn.Parameter]:
+    """Return the parameters of the layers through which the long skips join the residual path."""
+    layout = skip_layout(model)
+    layers = [layout.skip_layer(model, skip) for skip in layout.find(model)]
+    return [parameter for layer in layers if layer is not None for parameter in layer.parameters]
+
+
 def _identity_like(weight: torch.Tensor) -> torch.Tensor:
     identity = torch.zeros_like(weight)
     identity.diagonal().fill_(1)

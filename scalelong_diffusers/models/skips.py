@@ -18,11 +18,19 @@ from scalelong_diffusers.scaling import LongSkip, SkipScaler, SkipScalingConfig
 
 
 class SkipLayer(NamedTuple):
-    """The weights `(out, in)` by which a layer reads the hidden state and the skip, as views, and its bias."""
+    """
+    A layer that reads a hidden state and a skip.
+
+    Args:
+        hidden_weight, skip_weight: the weights `(out, in)` of both, which can be views.
+        bias: the bias, if there is one.
+        parameters: the parameters of the layer.
+    """
 
     hidden_weight: torch.Tensor
     skip_weight: torch.Tensor
     bias: torch.Tensor | None
+    parameters: list[nn.Parameter]
 
 
 class SkipLayout:
@@ -42,7 +50,7 @@ class SkipLayout:
         return []
 
     def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer | None:
-        """Return the layer by which the residual path reads a skip, or None if there is no layer."""
+        """Return the layer through which a skip joins the residual path, or None if there is no layer."""
         raise UserError(f"apply_skip_init does not support {type(model).__name__}")
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
@@ -109,7 +117,8 @@ class UpBlockSkips(SkipLayout):
         shortcut = _spatial(model.get_submodule(skip.where)).conv_shortcut
         if shortcut is None:
             return None
-        return SkipLayer(*shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1), shortcut.bias)
+        hidden, skipped = shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1)
+        return SkipLayer(hidden, skipped, shortcut.bias, list(shortcut.parameters()))
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         ends = []
@@ -177,7 +186,9 @@ class OutBlockSkips(SkipLayout):
 
     def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer:
         block = model.get_submodule(skip.block)
-        return SkipLayer(block.hidden_proj.weight, block.skip_proj.weight, block.hidden_proj.bias)
+        hidden, skipped = block.hidden_proj, block.skip_proj
+        parameters = [*hidden.parameters(), *skipped.parameters()]
+        return SkipLayer(hidden.weight, skipped.weight, hidden.bias, parameters)
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         blocks = [*model.in_blocks, model.mid_block, *model.out_blocks]

@@ -108,6 +108,10 @@ class OptimizationConfig:
     lr_warmup_steps: int = option(500, "number of optimizer steps until the peak learning rate", at_least=0)
     lr_num_cycles: int = option(1, "number of restarts of the cosine_with_restarts schedule", at_least=1)
     lr_power: float = option(1.0, "exponent of the polynomial schedule", above=0)
+    skip_lr_scale: float | None = option(
+        None, "multiply the learning rate of the layers through which the long skips join the residual path",
+        at_least=0,
+    )  # fmt: skip
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
     adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0)

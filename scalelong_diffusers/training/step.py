@@ -10,6 +10,8 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import nn
 
+from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.models.skip_init import skip_layer_parameters
 from scalelong_diffusers.scaling import SkipMethod
 from scalelong_diffusers.training.config import OptimizationConfig
 
@@ -150,14 +152,18 @@ class OptimizerStep:
 def parameter_groups(
     config: OptimizationConfig, modules: Iterable[nn.Module], parameters: list[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Return the parameters by learning rate and weight decay, which a method of skip scaling can set for its own."""
-    methods = [method for module in modules for method in module.modules() if isinstance(method, SkipMethod)]
-    method_of = {parameter: method for method in methods for parameter in method.parameters()}
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): []}  # most parameters, shown in the log
+    """Return the parameters by learning rate and weight decay. Skip layers and scaling methods can have their own."""
+    kinds = {}
+    for module in modules:
+        if config.skip_lr_scale is not None and isinstance(module, SkipScalingMixin):
+            kinds |= dict.fromkeys(skip_layer_parameters(module), (config.skip_lr_scale, True))
+        for method in module.modules():
+            if isinstance(method, SkipMethod):
+                kind = (method.learning_rate_scale, method.has_weight_decay)
+                kinds |= dict.fromkeys(method.parameters(), kind)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): []}  # its learning rate is logged
     for parameter in parameters:
-        method = method_of.get(parameter)
-        kind = (1.0, True) if method is None else (method.learning_rate_scale, method.has_weight_decay)
-        groups.setdefault(kind, []).append(parameter)
+        groups.setdefault(kinds.get(parameter, (1.0, True)), []).append(parameter)
     return [
         {
             "params": group,
