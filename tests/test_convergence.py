@@ -103,12 +103,12 @@ def test_best_setting_needs_all_tuning_runs_and_ignores_stopped_and_diverged_one
 
 def test_tuning_runs_stop_only_at_a_quarter_and_at_half_of_the_steps(runs, results):
     run, other = runs.tuning_runs("20 layers", "plain")[:2]
-    assert list(run.decisions()) == [(350, 1.25), (750, 1.25)]
+    assert list(run.decisions()) == [(350, 2.0), (750, 1.25)]
     found = results({other: [1.0] * 30})
     for curve, is_hopeless in {
-        ((350, 1.25), (750, 1.25)): False,  # at the limit, not above
+        ((350, 2.0), (750, 1.25)): False,  # at the limit, not above
         ((300, 9.0), (400, 9.0), (700, 9.0), (800, 9.0), (1500, 9.0)): False,
-        ((350, 1.26),): True,
+        ((350, 2.01),): True,
         ((350, 1.0), (750, 1.26)): True,
         ((350, math.inf),): True,
     }.items():
@@ -122,7 +122,7 @@ def test_tuning_runs_stop_only_at_a_quarter_and_at_half_of_the_steps(runs, resul
 def test_stopping_rule_ignores_at_half_what_it_stopped_at_a_quarter(runs, results):
     """Whether a process was killed or finished first must not matter."""
     run, slow, fast = runs.tuning_runs("20 layers", "plain")[:3]
-    slow_then_low = [2.0] * 7 + [0.5] * 23
+    slow_then_low = [2.5] * 7 + [0.5] * 23
     for slow_curve in (slow_then_low, slow_then_low[:7]):
         found = results({slow: slow_curve, fast: [1.0] * 30})
         assert found.is_hopeless(slow, found.evaluations(slow))
@@ -132,7 +132,7 @@ def test_stopping_rule_ignores_at_half_what_it_stopped_at_a_quarter(runs, result
 def test_run_that_the_rule_stops_is_never_the_best_setting(runs, results):
     tuning = runs.tuning_runs("20 layers", "plain")
     entries = {run: [1.0] * 30 for run in tuning}
-    entries[tuning[3]] = [1.0] * 6 + [1.3] + [0.1] * 23
+    entries[tuning[3]] = [1.0] * 6 + [2.5] + [0.1] * 23
     assert results(entries).best_setting("20 layers", "plain") == (4e-3, 0.9)
 
 
@@ -251,7 +251,7 @@ def test_papers_protocol_compares_runs_with_the_same_rate_and_seed(runs, report,
 def test_tuning_table_names_stopped_and_diverged_runs(runs, report, results):
     first, second, third = runs.tuning_runs("20 layers", "plain")[:3]
     diverging = {"losses": [1.0] * 10, "stopped": "the loss is not finite"}
-    found = results({first: [1.0] * 30, second: {"losses": [2.0] * 7, "stopped": "early"}, third: diverging})
+    found = results({first: [1.0] * 30, second: {"losses": [2.5] * 7, "stopped": "early"}, third: diverging})
     (row,) = cells(report.tuning(found))
     assert row == ["20 layers", "plain", "", "diverges", "1.0000", "", "", "", "", "stopped", "", ""]
 
@@ -459,13 +459,13 @@ def test_hopeless_tuning_run_is_stopped_and_counts_as_finished(benchmark, runs, 
     good, run = tuning = runs.tuning_runs("12 layers", "plain")[:2]
     curve = [[50 * (k + 1), 1.0, 1.0] for k in range(30)]
     scheduler.results.add(good, {"stopped": None, "evaluations": curve})
-    write_log(scheduler, run, [(300, 9.0), (350, 1.3)])
+    write_log(scheduler, run, [(300, 9.0), (350, 2.3)])
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     scheduler.processes[run] = process
     scheduler.run_all("12 layers", ["plain"])
     assert process.poll() is not None
     assert scheduler.results.lines[run]["stopped"] == "early"
-    assert scheduler.results.evaluations(run) == [(300, 9.0), (350, 1.3)]
+    assert scheduler.results.evaluations(run) == [(300, 9.0), (350, 2.3)]
     assert not scheduler.results.diverged(run)
 
 
