@@ -262,8 +262,9 @@ def test_blocks_that_take_one_skip_tensor(method, registered, tmp_path):
 
 
 def test_skip_init_names_a_layout_that_does_not_support_it():
-    with pytest.raises(UserError, match="apply_skip_init does not support OneSkipPerBlock"):
-        apply_skip_init(OneSkipPerBlock(), "sum")
+    for start in ({"skip_init": "sum"}, {"skip_init": "reference", "zero_init_residual": True}):
+        with pytest.raises(UserError, match="apply_skip_init does not support OneSkipPerBlock"):
+            apply_skip_init(OneSkipPerBlock(), **start)
 
 
 def test_own_init_with_keywords_of_the_parent(tmp_path):

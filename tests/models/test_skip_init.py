@@ -3,6 +3,7 @@
 import diffusers
 import pytest
 import torch
+from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D
 
 from scalelong_diffusers import (
     ScaleLongUNet2DModel,
@@ -170,6 +171,43 @@ def test_function_and_config_field_agree():
     changed = apply_skip_init(apply_skip_scaling(uvit(), "cs"), "balanced")
     assert changed.config.skip_init == "balanced"
     assert all(torch.equal(a, b) for a, b in zip(built.parameters(), changed.parameters()))
+
+
+def test_model_with_zero_branches_is_its_residual_path(case):
+    """Then all blocks that keep the width and size pass on what they receive."""
+    model = apply_skip_init(case.build(), "reference", zero_init_residual=True)
+    kinds = ResnetBlock2D | ResnetBlockCondNorm2D
+    resnets = [m for m in model.modules() if isinstance(m, kinds) and m.conv_shortcut is None]
+    seen = []
+    for resnet in resnets:
+        resnet.register_forward_hook(
+            lambda resnet, args, kwargs, output: seen.append(
+                (next(iter([*args, *kwargs.values()])) / resnet.output_scale_factor, output)
+            ),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        model(**case.make_inputs())
+    assert seen
+    for received, output in seen:
+        if received.shape == output.shape:
+            assert torch.equal(output, received)
+
+
+def test_uvit_with_zero_branches_is_its_residual_path():
+    model = uvit(skip_init="sum", zero_init_residual=True, skip_scaling="cs")
+    assert model.config.zero_init_residual
+    assert not model.mid_block.attn.to_out[0].weight.any()
+    sample = torch.randn(2, 3, 8, 8)
+    seen = {}
+    model.in_blocks[0].register_forward_pre_hook(lambda block, args: seen.update(first=args[0]))
+    model.norm.register_forward_pre_hook(lambda norm, args: seen.update(last=args[0]))
+    with torch.no_grad():
+        model(sample, 10)
+    expected = seen["first"] * (1 + 0.9 + 1)  # the middle and two skips
+    torch.testing.assert_close(seen["last"], expected[:, 1:])
+    changed = apply_skip_init(apply_skip_scaling(uvit(), "cs"), "sum", zero_init_residual=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), changed.parameters()))
 
 
 def test_rejects_an_unknown_start():
