@@ -29,6 +29,13 @@ from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
 LR_SCHEDULERS = [name.value for name in SchedulerType if name != SchedulerType.PIECEWISE_CONSTANT]
 
 
+# How the built-in small models start. docs/which_method.md has the measurements.
+BUILT_IN_STARTS = {
+    "uvit": {"skip_init": "sum", "zero_init_residual": False, "skip_lr_scale": 0.1},
+    "unet": {"skip_init": "zero", "zero_init_residual": True, "skip_lr_scale": 1.0},
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     preset: str | None = option(
@@ -43,12 +50,12 @@ class ModelConfig:
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
     )
     skip_init: str | None = option(
-        None, "start of the layers that read the long skips (default: the best for a built-in small model, otherwise "
-        "as in the model's config)", choices=SKIP_INITS, on_resume="fixed",
+        None, "start of the layers that read the long skips (default: sum for the built-in U-ViT, zero for the "
+        "built-in U-Net, otherwise as in the model's config)", choices=SKIP_INITS, on_resume="fixed",
     )  # fmt: skip
     zero_init_residual: bool | None = option(
-        None, "start the last layers of residual branches at zero (default: the same as for --skip_init)",
-        on_resume="fixed",
+        None, "start the last layers of residual branches at zero (default: yes for the built-in U-Net, otherwise as "
+        "in the model's config)", on_resume="fixed",
     )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
@@ -109,8 +116,8 @@ class OptimizationConfig:
     lr_num_cycles: int = option(1, "number of restarts of the cosine_with_restarts schedule", at_least=1)
     lr_power: float = option(1.0, "exponent of the polynomial schedule", above=0)
     skip_lr_scale: float | None = option(
-        None, "multiply the learning rate of the layers through which the long skips join the residual path",
-        at_least=0,
+        None, "multiply the learning rate of the layers through which the long skips join the residual path "
+        "(default: 0.1 for the built-in U-ViT, otherwise 1)", at_least=0,
     )  # fmt: skip
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
@@ -244,6 +251,11 @@ class TrainingConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        is_built_in = self.model.preset is None and self.model.model_config_name_or_path is None
+        if is_built_in and self.model.skip_init is None:
+            start = BUILT_IN_STARTS[self.model.model_type or "uvit"]
+            for group in ("model", "optimization"):
+                object.__setattr__(self, group, _with_defaults(getattr(self, group), start))
         is_plain = self.skip_scaling.method == "none"
         if self.optimization.skip_scaling_warmup_steps and (is_plain or self.skip_scaling.strength == 0):
             reason = "--skip_scaling none" if is_plain else "--skip_scaling_strength 0"
@@ -262,6 +274,13 @@ class TrainingConfig(RunConfig):
         if values.get("train_batch_size") is not None:
             implied.pop("total_batch_size", None)
         return implied
+
+
+def _with_defaults(config: Any, defaults: Mapping[str, Any]) -> Any:
+    """Return the config with values for those of its fields that are None."""
+    fields = {field.name for field in dataclasses.fields(config)}
+    missing = {name: value for name, value in defaults.items() if name in fields and getattr(config, name) is None}
+    return dataclasses.replace(config, **missing)
 
 
 Config = TypeVar("Config", bound=RunConfig)

@@ -29,7 +29,7 @@ from scalelong_diffusers.training.config import TrainingConfig
 
 
 # The built-in models have about ten million parameters.
-_SMALL_UVIT = {"hidden_size": 256, "num_layers": 12, "num_attention_heads": 4}
+_SMALL_UVIT = {"hidden_size": 256, "num_layers": 12, "num_attention_heads": 4, "block_scale": "rezero"}
 _SMALL_UNET = {
     "block_out_channels": (64, 128, 128),
     "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),

@@ -7,7 +7,7 @@ import torch
 
 from scalelong_diffusers import ScaleLongUNet2DModel, UViTModel
 from scalelong_diffusers.train import train_unconditional
-from scalelong_diffusers.training import OptimizationConfig
+from scalelong_diffusers.training import OptimizationConfig, TrainingConfig, make_config
 from scalelong_diffusers.training.step import parameter_groups
 
 
@@ -106,3 +106,19 @@ def test_rejects_an_unknown_start_with_one_line(tmp_path, capsys):
         capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_built_in_models_start_as_recommended_and_presets_as_in_the_paper(tmp_path):
+    settings = run(tmp_path / "uvit", "--learning_rate", "0")
+    assert [settings[name] for name in ("skip_init", "zero_init_residual", "skip_lr_scale")] == ["sum", False, 0.1]
+    unet = UViTModel.from_pretrained(tmp_path / "uvit" / "unet")
+    assert (unet.config.skip_init, unet.config.block_scale) == ("sum", "rezero")
+    assert torch.equal(unet.out_blocks[0].skip_proj.weight, torch.eye(256))
+    settings = run(tmp_path / "unet", "--model_type", "unet", "--learning_rate", "0")
+    assert [settings[name] for name in ("skip_init", "zero_init_residual", "skip_lr_scale")] == ["zero", True, 1.0]
+    unet = ScaleLongUNet2DModel.from_pretrained(tmp_path / "unet" / "unet")
+    assert not any(end.weight.any() for end in unet.skip_layout.branch_ends(unet))
+    preset = make_config(TrainingConfig, preset="cifar10-uvit-s-2")
+    assert (preset.model.skip_init, preset.optimization.skip_lr_scale) == (None, None)
+    chosen = make_config(TrainingConfig, skip_init="balanced")
+    assert (chosen.model.skip_init, chosen.model.zero_init_residual) == ("balanced", None)
