@@ -99,7 +99,9 @@ def test_type_checkers_see_all_public_names(project_root):
     tree = ast.parse((project_root / "scalelong_diffusers" / "__init__.py").read_text())
     (checked,) = (node for node in tree.body if isinstance(node, ast.If))
     names = {alias.name for node in checked.body for alias in node.names}
-    assert names | {"SkipScalingConfig", "__version__"} == set(scalelong_diffusers.__all__)
+    (imported,) = (n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "scalelong_diffusers.scaling")
+    names |= {alias.name for alias in imported.names}
+    assert names | {"__version__"} == set(scalelong_diffusers.__all__)
     assert set(scalelong_diffusers.__all__) <= set(dir(scalelong_diffusers))
     with pytest.raises(AttributeError, match="has no attribute 'ScaleLongUNet'"):
         _ = scalelong_diffusers.ScaleLongUNet

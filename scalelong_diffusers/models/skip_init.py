@@ -44,9 +44,6 @@ def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = Fal
     check_skip_init(skip_init)
     _check_untrained(model)
     start_layers(model, skip_init, zero_init_residual)
-    for name, value in {"skip_init": skip_init, "zero_init_residual": zero_init_residual}.items():
-        if name in model.config:
-            write_config_entry(model, name, value)
     return model
 
 
@@ -59,7 +56,10 @@ def check_skip_init(skip_init: str):
 
 @torch.no_grad()
 def start_layers(model: ModelMixin, skip_init: str, zero_init_residual: bool):
-    """Initialize the layers of a model that is being built. Other weights do not change."""
+    """Initialize the layers of a new model, as `apply_skip_init` describes. Other weights do not change."""
+    for name, value in {"skip_init": skip_init, "zero_init_residual": zero_init_residual}.items():
+        if name in model.config:  # of a U-ViT
+            write_config_entry(model, name, value)
     layout, is_scaled = skip_layout(model), isinstance(model, SkipScalingMixin)
     for layer in layout.branch_ends(model) if zero_init_residual else ():
         for parameter in layer.parameters():

@@ -12,7 +12,7 @@ import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.models.skip_init import REFERENCE, apply_skip_init
+from scalelong_diffusers.models.skip_init import REFERENCE, start_layers
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.patching import apply_skip_scaling
@@ -87,7 +87,8 @@ def build_model(
         "zero_init_residual": stored.get("zero_init_residual", False),
     }
     given = {"skip_init": options.skip_init, "zero_init_residual": options.zero_init_residual}
-    return apply_skip_init(model, **start | {name: value for name, value in given.items() if value is not None})
+    start_layers(model, **start | {name: value for name, value in given.items() if value is not None})
+    return model
 
 
 def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]) -> ModelMixin:
