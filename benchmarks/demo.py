@@ -1,40 +1,64 @@
 """
-Train the same small, deep U-ViT with and without skip scaling, and write a page that compares the runs (`make demo`).
+Train the same small, deep U-ViT with two starts of its skip layers, and write a page that compares them (`make demo`).
 
     python benchmarks/demo.py [--quick | --steps N] [--folder runs/demo]
 
-All settings are fixed in this file. Both runs have the same seed, data, learning rate and number of steps and differ
-only in `--skip_scaling`. To resume after an interruption, run the same command again.
+All settings are fixed in this file. Both runs have the same seed, data and number of steps and differ only in RUNS.
+They train at the same time, each with one thread. To resume after an interruption, run the same command again.
 """
 
 import argparse
+import io
 import json
+import math
+import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from demo_page import Run, build_page
+from demo_page import Frame, Run, build_page
 from measure import exit_on_signals, machine
 from PIL import Image
+from tqdm import tqdm
 
-from scalelong_diffusers import UViTModel, load_pipeline, skip_connections
-from scalelong_diffusers.data import SHAPE_CLASSES, recognize
+from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
+from scalelong_diffusers.pipelines.sampling import grid
 
 
+# Everything in which the two runs differ: flags of the training script and fields of the model's config.
+RUNS = {
+    "plain": {
+        "label": "plain U-ViT",
+        "flags": {"learning_rate": 2e-3, "skip_init": "reference"},
+        "model": {"block_scale": 1.0},
+    },
+    "residual": {
+        "label": "residual start",
+        "flags": {"learning_rate": 4e-3, "skip_init": "sum", "skip_lr_scale": 0.1},
+        "model": {"block_scale": "rezero"},
+    },
+}
+STEPS, QUICK_STEPS = 4000, 300
+# PLACEHOLDER, not measured yet: the ratio of steps by seed, from pilot runs with STEPS steps.
+PILOT = {0: math.nan, 1: math.nan, 2: math.nan}
 MODEL = {"sample_size": 16, "patch_size": 4, "hidden_size": 64, "num_layers": 20, "num_attention_heads": 4}
 TRAINING = {
     "seed": 0,
     "resolution": 16,
+    "num_shapes": 50_000,
     "train_batch_size": 32,
+    "skip_scaling": "none",
     # The model learns to draw fastest if it predicts the clean image and the loss is weighted by the SNR.
     "prediction_type": "sample",
     "snr_gamma": 1,
     "ddpm_beta_schedule": "squaredcos_cap_v2",
-    "learning_rate": 1e-3,
+    "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
     "adam_weight_decay": 0.03,
     "max_grad_norm": 1.0,
@@ -42,9 +66,6 @@ TRAINING = {
     "class_dropout": 0.1,
     "logging_steps": 10,
 }
-STEPS, QUICK_STEPS = 3000, 300
-# The difference between the runs, and their labels on the page.
-RUNS = {"none": "without scaling", "cs": "with CS"}
 SAMPLES = 4 * len(SHAPE_CLASSES)
 SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batch_size": 30}
 
@@ -78,7 +99,8 @@ def main():
     steps = arguments.steps
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        runs = [make_run(folder / method, method, label, steps) for method, label in RUNS.items()]
+        train(folder, steps)
+        runs = [finish_run(folder / name, steps) for name in RUNS]
     except KeyboardInterrupt:
         print("demo: interrupted; run the same command again to resume", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -87,90 +109,231 @@ def main():
     settings = {"model": f"UViTModel({_joined(MODEL)})", "max_train_steps": steps, **TRAINING}
     settings |= {"sampling": _joined(SAMPLING), "evaluated images": SAMPLES}
     page = folder / "index.html"
-    page.write_text(build_page(runs, settings, machine(), full_steps=STEPS), encoding="utf-8")
+    content = build_page(runs, settings, {**machine(), "threads": "1 per run"}, PILOT, full_steps=STEPS)
+    page.write_text(content, encoding="utf-8")
     print(f"open {page.as_uri()}")
 
 
-def make_run(folder: Path, method: str, label: str, steps: int) -> Run:
-    """Train and sample one of the two models."""
-    train(folder, method, label, steps)
+# Training
+
+
+def train(folder: Path, steps: int):
+    """Train the models at the same time, resume their interrupted runs, and keep their finished runs."""
+    commands = {name: training_command(folder / name, steps) for name in RUNS}
+    waiting = {name: command for name, command in commands.items() if command is not None}
+    if not waiting:
+        return
+    print(f"training {len(waiting)} of {len(RUNS)} models; their output is in {folder}/*.log", flush=True)
+    processes = {}
+    with stopped_on_errors(processes):
+        for name, command in waiting.items():
+            processes[name] = start_training(command, _log_file(folder / name))
+        watch(processes, folder, steps)
+
+
+def watch(processes: dict[str, subprocess.Popen], folder: Path, steps: int):
+    """Show the progress of trainings until all of them have ended."""
+    with progress_bars([folder / name for name in processes], steps) as bars:
+        is_running = True
+        while is_running:
+            time.sleep(0.5)
+            is_running = any(process.poll() is None for process in processes.values())
+            for bar, (name, process) in zip(bars, processes.items()):
+                show_progress(bar, read_metrics(folder / name))
+                check_exit(folder / name, process)
+
+
+def training_command(folder: Path, steps: int) -> list[str] | None:
+    """Prepare the folder of a run and return the command that trains it, or None if it has finished."""
+    run = RUNS[folder.name]
+    settings = {
+        **TRAINING,
+        **run["flags"],
+        "max_train_steps": steps,
+        "validation_steps": max(10, steps // 40),
+        "checkpointing_steps": max(1, steps // 4),
+        "sample_steps": film_steps(steps)[0],
+        "num_samples": len(SHAPE_CLASSES),
+        "num_inference_steps": SAMPLING["steps"],
+        "guidance_scale": SAMPLING["guidance"],
+    }
+    config = folder.with_suffix(".json")
+    model = json.dumps(
+        {"_class_name": "UViTModel", **MODEL, **run["model"], "num_class_embeds": len(SHAPE_CLASSES) + 1}
+    )
+    has_same_model = config.exists() and config.read_text() == model
+    has_same_settings = has_same_model and _read_settings(folder).items() >= settings.items()
+    if has_same_settings and (folder / "model_index.json").exists():
+        return None
+    if folder.exists() and not (has_same_settings and any(folder.glob("checkpoint-*"))):
+        if not _is_run_without_checkpoint(folder):
+            sys.exit(f"demo: {folder} contains other files: pass another --folder, or delete it")
+        shutil.rmtree(folder)
+    config.write_text(model)
+    paths = {"output_dir": folder, "model_config_name_or_path": config, "checkpoints_total_limit": 1}
+    resume = {"resume_from_checkpoint": "latest"} if folder.exists() else {}
+    flags = [f"--{name}={value}" for name, value in {**settings, **paths, **resume}.items()]
+    return [sys.executable, "-m", "scalelong_diffusers.train.train_class_conditional", *flags]
+
+
+def start_training(command: list[str], log: Path) -> subprocess.Popen:
+    """Start a training with one thread, so that two of them do not slow each other down on two cores."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as errors:
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+
+
+@contextmanager
+def stopped_on_errors(processes: dict[str, subprocess.Popen]) -> Iterator[None]:
+    """Stop the processes if the block raises. Ctrl-C reaches only the demo: each process has its own session."""
+    try:
+        yield
+    except BaseException:
+        for process in processes.values():
+            process.terminate()  # a training saves a checkpoint
+        for process in processes.values():
+            process.wait()
+        raise
+
+
+@contextmanager
+def progress_bars(folders: list[Path], steps: int) -> Iterator[list[tqdm]]:
+    """Show a progress bar per run, below each other."""
+    width = max(len(run["label"]) for run in RUNS.values())
+    layout = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}]{postfix}"
+    bars = [
+        tqdm(
+            desc=RUNS[folder.name]["label"].ljust(width),
+            total=steps,
+            initial=_last_step(read_metrics(folder)),
+            position=position,
+            bar_format=layout,
+        )
+        for position, folder in enumerate(folders)
+    ]
+    try:
+        yield bars
+    finally:
+        for bar in bars:  # from the top, so that the lines stay in order
+            bar.close()
+
+
+def show_progress(bar: tqdm, metrics: list[dict[str, Any]]):
+    """Update a progress bar to the last line of a run's log."""
+    losses = [line["validation_loss"] for line in metrics if line.get("validation_loss") is not None]
+    if losses:
+        bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+    bar.update(_last_step(metrics) - bar.n)
+
+
+def check_exit(folder: Path, process: subprocess.Popen):
+    """Exit if a training has failed, unless it diverged."""
+    if process.poll() and not has_diverged(folder):
+        sys.exit(f"demo: the training in {folder} failed: {_last_message(folder)}")
+
+
+def has_diverged(folder: Path) -> bool:
+    """Return whether the training stopped because its loss or its weights were not finite."""
+    return not (folder / "model_index.json").exists() and "finite" in _last_message(folder)
+
+
+# Results
+
+
+def finish_run(folder: Path, steps: int) -> Run:
+    """Sample the trained model, unless it diverged, and collect everything that the page shows of the run."""
+    run = RUNS[folder.name]
     images = folder / "images"
-    report(f"sampling the model {label}")
-    sampling = [f"--{name}={value}" for name, value in SAMPLING.items()]
-    call("scalelong_diffusers.cli", "sample", folder, "--out", images, "-n", SAMPLES, *sampling)
-    samples = [(SHAPE_CLASSES[k % len(SHAPE_CLASSES)], images / f"{k:06d}.png") for k in range(SAMPLES)]
+    numbers = () if has_diverged(folder) else range(SAMPLES)
+    if numbers:
+        print(f"sampling the {run['label']}", flush=True)
+        sample(folder, images)
+    samples = [(SHAPE_CLASSES[k % len(SHAPE_CLASSES)], images / f"{k:06d}.png") for k in numbers]
     return Run(
-        label=label,
-        metrics=[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
-        skips=skip_connections(load_pipeline(folder)),
-        images=[(wanted, file.read_bytes(), recognize_class(file)) for wanted, file in samples],
+        label=run["label"],
+        differences={**run["flags"], **run["model"]},
+        metrics=read_metrics(folder),
+        film=[read_frame(folder, step) for step in film_steps(steps)],
+        images=[(wanted, file.read_bytes(), recognize_class(Image.open(file))) for wanted, file in samples],
     )
 
 
-def train(folder: Path, method: str, label: str, steps: int):
-    """Train a model, resume its interrupted run, or keep its finished run."""
-    settings = {
-        **TRAINING,
-        "max_train_steps": steps,
-        "validation_steps": max(10, steps // 20),
-        "checkpointing_steps": max(1, steps // 4),
-    }
-    has_same_settings = _read_settings(folder).items() >= settings.items()
-    if has_same_settings and (folder / "model_index.json").exists():
-        return
-    if folder.exists() and not (has_same_settings and any(folder.glob("checkpoint-*"))):
-        if any(folder.iterdir()) and not _has_run_without_checkpoint(folder):
-            sys.exit(f"demo: {folder} contains other files: pass another --folder, or delete it")
-        shutil.rmtree(folder)
-    config = folder.parent / "model.json"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    UViTModel(**MODEL, num_class_embeds=len(SHAPE_CLASSES) + 1).to_json_file(config)
-    report(f"training the model {label}")
-    flags = {"output_dir": folder, "model_config_name_or_path": config, "skip_scaling": method, "sample_steps": 0}
-    arguments = [f"--{name}={value}" for name, value in {**settings, **flags}.items()]
-    if folder.exists():
-        arguments.append("--resume_from_checkpoint=latest")
-    call("scalelong_diffusers.train.train_class_conditional", *arguments, "--checkpoints_total_limit=1")
+def sample(folder: Path, images: Path):
+    """Make the images that are missing, and show the progress bar of the command, but not its other output."""
+    flags = [f"--{name}={value}" for name, value in SAMPLING.items()]
+    paths = [str(folder), "--out", str(images)]
+    command = [sys.executable, "-m", "scalelong_diffusers.cli", "sample", *paths, "-n", str(SAMPLES), *flags]
+    processes = {}
+    with stopped_on_errors(processes):
+        processes["sample"] = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        code = processes["sample"].wait()
+    if code:
+        sys.exit(code)
 
 
-def recognize_class(file: Path) -> str:
+def film_steps(steps: int) -> list[int]:
+    """Return the steps of the film strip: the quarters of the training."""
+    return [*(part * (steps // 4) for part in (1, 2, 3)), steps]
+
+
+def read_frame(folder: Path, step: int) -> Frame:
+    """Read the sample grid of a step, with the colors as columns and the shapes as rows."""
+    file = folder / "samples" / f"step-{step:06d}.png"
+    if not file.exists():  # the model made no finite images
+        return Frame(step, None, 0)
+    with Image.open(file) as picture:
+        images = dict(zip(SHAPE_CLASSES, cut(picture, MODEL["sample_size"])))
+    png = io.BytesIO()
+    grid([images[f"{color} {shape}"] for shape in SHAPES for color in COLORS], len(COLORS)).save(png, format="PNG")
+    return Frame(step, png.getvalue(), sum(recognize_class(image) == wanted for wanted, image in images.items()))
+
+
+def cut(picture: Image.Image, size: int) -> list[Image.Image]:
+    """Cut a grid into its images, row by row."""
+    corners = [(x, y) for y in range(0, picture.height, size) for x in range(0, picture.width, size)]
+    return [picture.crop((x, y, x + size, y + size)) for x, y in corners]
+
+
+def recognize_class(image: Image.Image) -> str:
     """Return the class that an image shows, judged by its pixels."""
-    with Image.open(file) as image:
-        found = recognize(image.convert("RGB"))
+    found = recognize(image.convert("RGB"))
     if found is None:
         return "nothing"
     color, shape = found
     return f"{color} {shape or 'something'}"
 
 
-def call(module: str, *arguments: Any):
-    """Run a command of the package and show its progress bar, but not its other output."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    # Ctrl-C reaches only the demo, which stops the command. During imports Python would print a traceback.
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        code = process.wait()
-    except BaseException:
-        process.terminate()  # it saves a checkpoint
-        process.wait()
-        raise
-    if code:
-        sys.exit(code)
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run's log."""
+    file = folder / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def report(message: str):
-    """Print a line immediately."""
-    print(message, flush=True)
-
-
-def _has_run_without_checkpoint(folder: Path) -> bool:
-    saved = [*folder.glob("checkpoint-*"), *folder.glob("model_index.json")]
-    return bool(_read_settings(folder)) and not saved
+def _is_run_without_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is empty or has only what a training writes before its first checkpoint."""
+    names = {path.name for path in folder.iterdir()}
+    return not names or {"settings.json"} <= names <= {"settings.json", "metrics.jsonl", "samples"}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     file = folder / "settings.json"
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _last_step(metrics: list[dict[str, Any]]) -> int:
+    return metrics[-1]["step"] if metrics else 0
+
+
+def _log_file(folder: Path) -> Path:
+    return folder.with_suffix(".log")
+
+
+def _last_message(folder: Path) -> str:
+    lines = _log_file(folder).read_text().strip().splitlines()
+    return lines[-1] if lines else "no message"
 
 
 def _joined(settings: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """`make demo` with few steps: it resumes after an interruption, and its page works in a real browser."""
 
+import html
+import io
 import json
 import os
 import re
@@ -9,12 +11,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from playwright.sync_api import sync_playwright
+
+from scalelong_diffusers.data import COLORS
+from scalelong_diffusers.data.shapes import Drawing
+from scalelong_diffusers.pipelines.sampling import grid
 
 
 STEPS = 24
+RUNS = ("plain", "residual")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CHROMIUM = shutil.which("chromium")
 # One image per class and two sampling steps.
@@ -30,14 +39,14 @@ demo.main()
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Run the demo, interrupt it in its first training, run it again, and return its folder."""
+    """Run the demo, interrupt both trainings, run it again, and return its folder."""
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-c", SMALL_DEMO, "--steps", str(STEPS), "--folder", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    log = folder / "none" / "metrics.jsonl"
+    logs = [folder / name / "metrics.jsonl" for name in RUNS]
     deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text()):
+    while not all(log.exists() and log.read_text() for log in logs):
         assert first.poll() is None, first.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -47,18 +56,18 @@ def demo(tmp_path_factory):
     assert "Traceback" not in errors
     assert "demo: interrupted; run the same command again to resume" in errors
     assert not (folder / "index.html").exists()
+    assert all(list((folder / name).glob("checkpoint-*")) for name in RUNS)
+    assert "stopped by SIGTERM after step" in "".join((folder / f"{name}.log").read_text() for name in RUNS)
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    # The rest of the first training, the second training, and both samplings, each with a progress bar.
-    assert again.stdout.count("training the model") == 2
+    # The rest of the trainings and both samplings, each with a progress bar.
+    assert re.match(r"training [12] of 2 models; their output is in .*\.log\n", again.stdout)
+    assert re.search(rf"100%.* {STEPS}/{STEPS} steps \[[0-9:]+<00:00\], loss [\d.]+", again.stderr), again.stderr
     bars = re.split(r"(?=/images: +0%)", again.stderr)
     assert len(bars) == 3
-    for bar, parts in zip(bars, ("training", "training and sampling", "sampling")):
-        assert ("steps [" in bar) == ("training" in parts), bar
-        if "training" in parts:
-            assert re.search(rf"\b{STEPS}/{STEPS} steps \[[0-9:]+<00:00\]", bar), bar
-        if "sampling" in parts:
-            assert re.search(r"/images: 100%.* 30/30 images \[[0-9:]+<00:00\]", bar), bar
+    for bar in bars[1:]:
+        assert re.search(r"/images: 100%.* 30/30 images \[[0-9:]+<00:00\]", bar), bar
+    assert again.stdout.endswith(f"open {(folder / 'index.html').as_uri()}\n")
     return folder
 
 
@@ -112,32 +121,122 @@ def test_keeps_folders_that_are_not_runs(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import demo
 
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "thesis.txt").write_text("years")
+    folder = tmp_path / "plain"
+    (folder / "samples").mkdir(parents=True)
+    for name in ("thesis.txt", "settings.json"):
+        with pytest.raises(SystemExit, match="contains other files: pass another --folder"):
+            demo.training_command(folder, STEPS)
+        (folder / name).write_text("{}")
     with pytest.raises(SystemExit, match="contains other files: pass another --folder"):
-        demo.train(tmp_path / "none", "none", "without scaling", 3)
-    assert (tmp_path / "none" / "thesis.txt").read_text() == "years"
+        demo.train(tmp_path, STEPS)
+    assert (folder / "thesis.txt").read_text() == "{}"
 
 
 def test_keeps_runs_with_other_settings(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import demo
 
-    folder = tmp_path / "cs"
+    folder = tmp_path / "residual"
     (folder / "checkpoint-20000").mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps({**demo.TRAINING, "max_train_steps": 20000}))
     with pytest.raises(SystemExit, match="contains other files: pass another --folder, or delete it"):
-        demo.train(folder, "cs", "with CS", 3000)
+        demo.training_command(folder, 3000)
     assert (folder / "checkpoint-20000").is_dir()
+
+
+def test_film_cuts_grids_into_classes(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+
+    assert demo.film_steps(4000) == [1000, 2000, 3000, 4000]
+    assert demo.film_steps(24) == [6, 12, 18, 24]
+    drawn = [Drawing.from_number(k).paint(demo.MODEL["sample_size"]) for k in range(30)]
+    drawn[7], drawn[8] = drawn[8], drawn[7]
+    (tmp_path / "samples").mkdir()
+    grid([Image.fromarray(pixels) for pixels in drawn], columns=None).save(tmp_path / "samples" / "step-000006.png")
+    frame = demo.read_frame(tmp_path, 6)
+    assert frame.correct == 28
+    columns = demo.cut(Image.open(io.BytesIO(frame.png)), demo.MODEL["sample_size"])[:6]
+    assert [demo.recognize_class(image) for image in columns] == [f"{color} circle" for color in COLORS]
+    assert demo.read_frame(tmp_path, 12) == demo.Frame(12, None, 0)
+
+
+def test_diverged_trainings_end_on_the_page_and_others_end_the_demo(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+
+    folder = tmp_path / "plain"
+    failed = SimpleNamespace(poll=lambda: 1)
+    message = "train: step 90: 10 steps in a row had a non-finite loss or gradient; try a lower --learning_rate"
+    (tmp_path / "plain.log").write_text(f"0%| 90/400 steps\n{message}\n")
+    demo.check_exit(folder, failed)
+    run = demo.finish_run(folder, 400)
+    assert run.diverged
+    assert run.images == []
+    (tmp_path / "plain.log").write_text("train: cannot write the log: no space left on device\n")
+    with pytest.raises(SystemExit, match=r"demo: the training in .*plain failed: train: cannot write the log"):
+        demo.check_exit(folder, failed)
+
+
+@pytest.mark.parametrize(
+    ("plain", "residual", "sentence"),
+    [
+        (
+            [0.9, 0.5, 0.4, 0.3],
+            [0.8, 0.3, 0.2, 0.1],
+            "With the residual start, the same U-ViT reached the plain model's final loss in 2,000 of 4,000 steps: "
+            "2.0 times fewer.",
+        ),
+        (
+            [0.9, 0.5, 0.4, 0.3],
+            [0.8, 0.6, 0.4, 0.3],
+            "With the residual start, the same U-ViT reached the plain model's final loss only at the end, after "
+            "4,000 steps.",
+        ),
+        (
+            [0.9, 0.5, 0.4, 0.3],
+            [0.8, 0.6, 0.5, 0.4],
+            "With the residual start, the same U-ViT did not reach the plain model's final loss in 4,000 steps.",
+        ),
+        ([0.9, 0.5, 1.4, 1.3], [0.8, 0.6, 0.5, 0.4], "The plain U-ViT diverged, so there is no ratio of steps."),
+        ([0.9, 0.5], [0.8, 0.6, 0.5, 0.4], "The plain U-ViT diverged, so there is no ratio of steps."),
+        ([0.9, 0.5, 0.4, 0.3], [], "The residual start diverged, so there is no ratio of steps."),
+        (
+            [0.9, 0.5, 0.4, None],
+            [0.8, 0.6, 0.5, 0.9],
+            "The plain U-ViT and the residual start diverged, so there is no ratio of steps.",
+        ),
+    ],
+)
+def test_first_sentence_gives_the_ratio_of_steps(monkeypatch, plain, residual, sentence):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+    from demo_page import Frame, Run, build_page
+
+    runs = []
+    for setup, losses in zip(demo.RUNS.values(), (plain, residual)):
+        metrics = [{"step": 1000 * k, "grad_norm": 0.5, "images_per_second": 9.0} for k in range(1, 5)]
+        for line, loss in zip(metrics, losses):
+            line["validation_loss"] = loss
+        stopped = len(losses) < 4
+        images = [] if stopped else [(wanted, b"", wanted) for wanted in demo.SHAPE_CLASSES]
+        runs.append(Run(setup["label"], setup["flags"], metrics, [Frame(1000, None, 0)], images))
+    settings = {**demo.TRAINING, "max_train_steps": 4000}
+    page = build_page(runs, settings, {}, pilot={0: 2.5, 1: 2.11, 2: 2.9}, full_steps=4000)
+    text = html.unescape(re.sub("<[^>]+>", "", page[page.index("<p") :]))
+    assert text.startswith(sentence)
+    assert "With 4,000 steps and the seeds 0, 1 and 2, they had ratios from 2.1 to 2.9." in text
 
 
 @pytest.mark.slow
 def test_resumed_demo_logs_each_step_once(demo):
-    for method in ("none", "cs"):
-        lines = [json.loads(line) for line in (demo / method / "metrics.jsonl").read_text().splitlines()]
+    for name in RUNS:
+        lines = [json.loads(line) for line in (demo / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [10, 20, STEPS]
-    assert json.loads((demo / "none" / "settings.json").read_text())["resume_from_checkpoint"] == "latest"
-    assert json.loads((demo / "cs" / "settings.json").read_text())["resume_from_checkpoint"] is None
+    settings = [json.loads((demo / name / "settings.json").read_text()) for name in RUNS]
+    assert "latest" in [each["resume_from_checkpoint"] for each in settings]
+    assert [each["skip_init"] for each in settings] == ["reference", "sum"]
+    assert [json.loads((demo / f"{name}.json").read_text())["block_scale"] for name in RUNS] == [1.0, "rezero"]
 
 
 @pytest.mark.slow
@@ -150,7 +249,9 @@ def test_page_loads_nothing_and_has_no_errors(opened, demo):
 @pytest.mark.slow
 def test_images_and_charts_say_what_they_show(opened):
     page = opened()
-    images = page.evaluate("[...document.images].map(image => [image.naturalWidth, image.alt])")
+    images = page.evaluate(
+        "[...document.querySelectorAll('.images img')].map(image => [image.naturalWidth, image.alt])"
+    )
     assert len(images) == 60
     assert all(width == 16 for width, _ in images)
     assert all(alt.startswith("wanted ") and ", shows " in alt for _, alt in images)
@@ -168,9 +269,35 @@ def test_images_and_charts_say_what_they_show(opened):
     )
     assert [len(table) for table in wanted] == [30, 30]
     assert all(alt.startswith(f"wanted {name}, ") for table in wanted for name, alt in table)
-    curves = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.querySelectorAll('polyline').length)")
-    assert curves == [2, 2]
+    count = "[...document.querySelectorAll('svg')].map(svg => svg.querySelectorAll('polyline:not(.mark)').length)"
+    assert page.evaluate(count) == [2, 2]
     assert page.locator("svg[role=img][aria-label]").count() == 2
+
+
+FILM = """
+[...document.querySelectorAll('.film img')].map(image => {
+  const box = image.getBoundingClientRect();
+  return [image.alt, image.naturalWidth, box.left, box.top, box.width];
+})
+"""
+
+
+@pytest.mark.slow
+def test_film_strip_compares_the_runs_at_equal_steps(opened):
+    wide, narrow = opened(), opened(width=390, is_mobile=True)
+    for page, row, column in ((wide, 3, 2), (narrow, 2, 3)):
+        film = page.evaluate(FILM)
+        expected = [
+            f"{run} after {step} steps" for run in ("plain U-ViT", "residual start") for step in (6, 12, 18, 24)
+        ]
+        assert [alt.split(":")[0] for alt, *_ in film] == expected
+        assert all(re.search(r": \d+ of 30 right$", alt) for alt, *_ in film)
+        assert {width for _, width, *_ in film} == {96}
+        # One row per run, or one column per run on a phone.
+        plain, residual = film[:4], film[4:]
+        assert len({picture[row] for picture in plain}) == len({picture[row] for picture in residual}) == 1
+        assert all(a[column] == b[column] for a, b in zip(plain, residual))
+        assert min(picture[4] for picture in film) > 150
 
 
 @pytest.mark.slow
@@ -222,13 +349,16 @@ def test_text_has_enough_contrast(opened):
 @pytest.mark.slow
 def test_page_starts_with_a_verdict_and_ends_with_next_steps(opened):
     page = opened()
-    verdict = page.locator("section p").first.inner_text()
-    assert re.fullmatch(
-        r"(The model with(out scaling| CS) ended with the lower validation loss: [\d.]+, not [\d.]+\.|"
-        r"Both models ended with a validation loss of [\d.]+\.) "
-        r"Images with the right color and shape, of 30: \d+ without scaling, \d+ with CS\.",
-        verdict,
+    first, trial, results, pilot = page.locator("main > p").all_inner_texts()
+    assert "residual start" in first
+    assert trial.startswith(f"This trial has only {STEPS} steps")
+    assert re.match(
+        r"Right color and shape at the end: \d+ of 30 images with the plain U-ViT, \d+ with the residual start\. "
+        r"Mean gradient norm in the second half: [\d.]+ and [\d.]+\. Final validation loss: [\d.]+ and [\d.]+\.$",
+        results,
     )
+    assert pilot.startswith("Pilot runs fixed the settings beforehand.")
+    assert "docs/which_method.md" in pilot
     assert "docs/train_on_your_images.md" in page.locator("section", has_text="Next").last.inner_text()
 
 
