@@ -65,6 +65,7 @@ def feature_network(folder: Path, source: dict[str, str]) -> float:
     record = folder / "accuracy.json"
     if not record.exists():
         print(f"training the feature network {folder}", flush=True)
+        torch.set_num_threads(1)  # like the runs, which may train at the same time
         data = DataConfig(**source, resolution=SIZE, validation_size=NUM_TEST_IMAGES)
         loaded = load_training_data(data, channels=1, needs_labels=True, needs_captions=False, seed=0)
         model = _train(loaded.train, loaded.num_classes)
