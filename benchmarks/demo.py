@@ -10,7 +10,6 @@ They train at the same time, each with one thread. To resume after an interrupti
 import argparse
 import io
 import json
-import math
 import os
 import shutil
 import signal
@@ -45,8 +44,8 @@ RUNS = {
     },
 }
 STEPS, QUICK_STEPS = 4000, 300
-# PLACEHOLDER, not measured yet: the ratio of steps by seed, from pilot runs with STEPS steps.
-PILOT = {0: math.nan, 1: math.nan, 2: math.nan}
+# The ratio of steps by seed, from pilot runs with STEPS steps. Empty until they have been run.
+PILOT: dict[int, float] = {}
 MODEL = {"sample_size": 16, "patch_size": 4, "hidden_size": 64, "num_layers": 20, "num_attention_heads": 4}
 TRAINING = {
     "seed": 0,
