@@ -239,8 +239,8 @@ def _pilot_note(pilot: dict[int, float], seed: int, full_steps: int) -> str:
         *seeds, last = map(str, pilot)
         low, high = min(pilot.values()), max(pilot.values())
         spread = (
-            f"With {full_steps:,} steps and the seeds {', '.join(seeds)} and {last}, they had ratios from {low:.1f} to "
-            f"{high:.1f}."
+            f"With {full_steps:,} steps and the seeds {', '.join(seeds)} and {last}, they had ratios from {low:.1f} "
+            f"to {high:.1f}."
         )
     return (
         f"Pilot runs fixed the settings beforehand. {spread} This page shows a new run with seed {seed}. "
