@@ -16,6 +16,8 @@ import diffusers
 import torch
 
 import scalelong_diffusers
+from scalelong_diffusers import LongSkip, SkipFactor, register_skip_method
+from scalelong_diffusers.scaling import METHODS
 
 
 torch.set_num_threads(1)
@@ -541,3 +543,32 @@ def predict():
 def fresh_compiler():
     """Forget compiled code: torch limits how often it compiles the same function."""
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def channel_factors():
+    """Register a method as a user would, and return its class. All methods of a test are forgotten afterwards."""
+    known = dict(METHODS)
+
+    @register_skip_method("channel_factors")
+    class ChannelFactors(SkipFactor):
+        """
+        One learned factor per channel.
+
+        It starts at `start`.
+        """
+
+        def __init__(self, skip: LongSkip, start: float = 1.0):
+            super().__init__(skip)
+            self.start = start
+            self.values = torch.nn.Parameter(torch.empty(skip.width))
+
+        def reset_parameters(self):
+            self.values.fill_(self.start)
+
+        def forward(self, skip):
+            return self.per_channel(self.values, skip)
+
+    yield ChannelFactors
+    METHODS.clear()
+    METHODS.update(known)

@@ -131,23 +131,19 @@ def register_skip_method(name: str, has_parameters: bool = True, key: str | None
     loads and prints like any other; the module that registers the method must be imported before loading.
 
     ```python
-    @register_skip_method("channel_factors")
-    class ChannelFactors(SkipFactor):
-        \"""One learned factor per channel.\"""
+    @register_skip_method("decay")
+    class Decay(SkipFactor):
+        \"""k_i = 1 / i^power.\"""
 
-        def __init__(self, skip: LongSkip, start: float = 1.0):
+        def __init__(self, skip: LongSkip, power: float = 0.5):
             super().__init__(skip)
-            self.start = start
-            self.values = nn.Parameter(torch.empty(skip.width))
-
-        def reset_parameters(self):
-            self.values.fill_(self.start)
+            self.power = power
 
         def forward(self, skip):
-            return self.per_channel(self.values, skip)
+            return self.skip.index**-self.power
 
 
-    apply_skip_scaling(model, {"method": "channel_factors", "start": 0.5})
+    apply_skip_scaling(model, {"method": "decay", "power": 1.0})
     ```
     """
 

@@ -277,7 +277,7 @@ class TrainingConfig(RunConfig):
 
 
 def _with_defaults(config: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return the config with values for those of its fields that are None."""
+    """Return the config with values for the fields that are None."""
     fields = {field.name for field in dataclasses.fields(config)}
     missing = {name: value for name, value in defaults.items() if name in fields and getattr(config, name) is None}
     return dataclasses.replace(config, **missing)

@@ -13,33 +13,20 @@ from torch import nn
 
 from scalelong_diffusers import (
     BlockSkips,
-    LongSkip,
     ScaleLongUNet2DModel,
-    SkipFactor,
     SkipScalingMixin,
     UserError,
     UViTModel,
     apply_skip_init,
     apply_skip_scaling,
-    register_skip_method,
     remove_skip_scaling,
     set_skip_scaling_strength,
     skip_connections,
 )
-from scalelong_diffusers.scaling import METHODS
 
 
 MIXES = ("compensated_cs", "mp_cat", "lerp", "normalized")
 UVIT = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "final_conv": False}
-
-
-@pytest.fixture
-def registered():
-    """Forget the methods that a test registers."""
-    known = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(known)
 
 
 def output(model, inputs):
@@ -148,23 +135,7 @@ def test_prints_what_multiplies_both_sides():
     assert "normalized_1 (128)" in str(skip_connections(UViTModel(**UVIT, skip_scaling="normalized")))
 
 
-class ChannelFactors(SkipFactor):
-    """One learned factor per channel, which starts at `start`."""
-
-    def __init__(self, skip: LongSkip, start: float = 1.0):
-        super().__init__(skip)
-        self.start = start
-        self.values = nn.Parameter(torch.empty(skip.width))
-
-    def reset_parameters(self):
-        self.values.fill_(self.start)
-
-    def forward(self, skip):
-        return self.per_channel(self.values, skip)
-
-
-def test_method_of_a_user_works_on_every_model(case, registered, tmp_path):
-    register_skip_method("channel_factors")(ChannelFactors)
+def test_method_of_a_user_works_on_every_model(case, channel_factors, tmp_path):
     plain, inputs = case.build(), case.make_inputs()
     expected = output(plain, inputs)
     plain.save_pretrained(tmp_path / "plain")
@@ -192,8 +163,7 @@ except UserError as error:
 """
 
 
-def test_unregistered_method_is_named_when_a_model_is_loaded(ddpm, registered, tmp_path):
-    register_skip_method("channel_factors")(ChannelFactors)
+def test_unregistered_method_is_named_when_a_model_is_loaded(ddpm, channel_factors, tmp_path):
     ddpm.build_scaled("channel_factors").save_pretrained(tmp_path)
     shown = subprocess.run([sys.executable, "-c", LOAD, tmp_path], capture_output=True, text=True, check=True).stdout
     assert "skip_scaling must be one of none, " in shown
@@ -240,7 +210,7 @@ class ScaleLongOneSkipPerBlock(SkipScalingMixin, OneSkipPerBlock):
 
 
 @pytest.mark.parametrize("method", [{"method": "cs", "kappa": 0.5}, "ls", *MIXES])
-def test_blocks_that_take_one_skip_tensor(method, registered, tmp_path):
+def test_blocks_that_take_one_skip_tensor(method, tmp_path):
     torch.manual_seed(0)
     plain, sample = OneSkipPerBlock(width=32, depth=3), torch.randn(2, 3, 8, 8)
     expected = plain(sample)

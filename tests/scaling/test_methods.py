@@ -10,34 +10,6 @@ from scalelong_diffusers import LongSkip, SkipFactor, SkipMix, SkipScalingConfig
 from scalelong_diffusers.scaling import METHODS, SkipScaler
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    """Forget the methods that a test registers."""
-    monkeypatch.setattr("scalelong_diffusers.scaling.methods.METHODS", METHODS)
-    known = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(known)
-
-
-class ChannelFactors(SkipFactor):
-    """One learned factor per channel.
-
-    It starts at `start`.
-    """
-
-    def __init__(self, skip: LongSkip, start: float = 1.0):
-        super().__init__(skip)
-        self.start = start
-        self.values = nn.Parameter(torch.empty(skip.width))
-
-    def reset_parameters(self):
-        self.values.fill_(self.start)
-
-    def forward(self, skip):
-        return self.per_channel(self.values, skip)
-
-
 def scaler(method, hidden_width=8, width=4, count=3, channel_dim=1, **fields):
     skips = [LongSkip(i, count, "", "", width, hidden_width, channel_dim) for i in range(1, count + 1)]
     return SkipScaler(SkipScalingConfig(method, **fields).resolve(count, "channels"), skips)
@@ -135,8 +107,7 @@ def test_every_method_keeps_the_dtype(method, dtype):
         assert found.scale(skip, 2).dtype == dtype
 
 
-def test_registered_method_is_a_method_like_any_other(registered):
-    register_skip_method("channel_factors")(ChannelFactors)
+def test_registered_method_is_a_method_like_any_other(channel_factors):
     config = SkipScalingConfig.parse({"method": "channel_factors", "start": 0.5})
     assert config == SkipScalingConfig("channel_factors", options={"start": 0.5})
     assert config.to_dict() == {"version": 1, "method": "channel_factors", "start": 0.5, "strength": 1.0}
@@ -149,12 +120,12 @@ def test_registered_method_is_a_method_like_any_other(registered):
     _, skip = tensors()
     torch.testing.assert_close(found.scale(skip, 2), skip / 2)
     assert METHODS["channel_factors"].summary == "One learned factor per channel."
-    register_skip_method("channel_factors")(ChannelFactors)  # again, as in a notebook cell that is run twice
+    register_skip_method("channel_factors")(channel_factors)  # again, as in a notebook cell that is run twice
 
 
-def test_rejects_bad_methods(registered):
+def test_rejects_bad_methods(channel_factors):
     with pytest.raises(UserError, match=r"'cs' is already registered, by scalelong_diffusers.scaling.constants"):
-        register_skip_method("cs")(ChannelFactors)
+        register_skip_method("cs")(channel_factors)
 
     class NoDefault(SkipMix):
         def __init__(self, skip, start):
@@ -171,7 +142,6 @@ def test_rejects_bad_methods(registered):
     register_skip_method("forgetful")(NoReset)
     with pytest.raises(NotImplementedError, match="NoReset has parameters, so it must define reset_parameters"):
         scaler("forgetful")
-    register_skip_method("channel_factors")(ChannelFactors)
     with pytest.raises(UserError, match=r"unknown skip_scaling field 'strat' \(did you mean 'start'\?\)"):
         SkipScalingConfig.parse({"method": "channel_factors", "strat": 0.5})
     with pytest.raises(
