@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from diffusers import ModelMixin
 
 from scalelong_diffusers import internals
-from scalelong_diffusers.scaling import LongSkip, SkipFactor, SkipMix, SkipScalingConfig, register_skip_method
+from scalelong_diffusers.scaling import (
+    ConstantFactor,
+    ConstantWeights,
+    LongSkip,
+    SkipFactor,
+    SkipMix,
+    SkipScalingConfig,
+    register_skip_method,
+)
 
 
 if TYPE_CHECKING:
@@ -70,6 +78,8 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "ConstantFactor",
+    "ConstantWeights",
     "LongSkip",
     "SkipFactor",
     "SkipMix",

@@ -562,9 +562,13 @@ def channel_factors():
             super().__init__(skip)
             self.start = start
             self.values = torch.nn.Parameter(torch.empty(skip.width))
+            self.register_buffer("three", torch.full((2,), 3.0), persistent=False)
 
         def reset_parameters(self):
             self.values.fill_(self.start)
+
+        def initial_weights(self):
+            return 1.0, self.start
 
         def forward(self, skip):
             return self.per_channel(self.values, skip)

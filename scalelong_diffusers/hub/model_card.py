@@ -193,7 +193,7 @@ def _model_of(model_or_pipeline: ModelMixin | DiffusionPipeline) -> ModelMixin:
 
 
 def _describe_scaling(scaling: SkipScalingConfig) -> str:
-    name = "reversed cs" if scaling.reverse else scaling.method
+    name = "reversed cs" if scaling.method == "cs" and scaling.reverse else scaling.method
     if name in _SCALINGS:
         sentence = _SCALINGS[name].format(kappa=scaling.kappa)
     else:

@@ -100,7 +100,7 @@ class SkipScalingMixin(HubMixin):
         model, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
         # diffusers only warns of missing weights. A checkpoint without gates may lack all of them.
         missing = set(info["missing_keys"])
-        gates = {f"skip_scaler.{name}" for name, _ in model.skip_scaler.named_parameters()}
+        gates = {f"skip_scaler.{name}" for name in model.skip_scaler.state_dict()}
         if gates <= missing and not stored.has_gates:
             missing -= gates
         if missing:

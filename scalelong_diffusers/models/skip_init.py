@@ -28,7 +28,7 @@ def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = Fal
     Initialize the layers that read the long skips of an untrained model, in place. Return the model.
 
     Call it after `apply_skip_scaling`, because the start depends on the factors. Models with trained weights are
-    refused.
+    refused; they are recognized by norms that are not in their initial state.
 
     Args:
         skip_init: what the decoder receives at the start, where h is the hidden state, s the skip and k its factor:
@@ -42,6 +42,8 @@ def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = Fal
     ```
     """
     check_skip_init(skip_init)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"the weights of this {type(model).__name__} are on the meta device: load them first")
     _check_untrained(model)
     start_layers(model, skip_init, zero_init_residual)
     return model
@@ -58,7 +60,7 @@ def check_skip_init(skip_init: str):
 def start_layers(model: ModelMixin, skip_init: str, zero_init_residual: bool):
     """Initialize the layers of a new model, as `apply_skip_init` describes. Other weights do not change."""
     for name, value in {"skip_init": skip_init, "zero_init_residual": zero_init_residual}.items():
-        if name in model.config:  # of a U-ViT
+        if name in model.config:  # only a U-ViT stores them
             write_config_entry(model, name, value)
     layout, is_scaled = skip_layout(model), isinstance(model, SkipScalingMixin)
     for layer in layout.branch_ends(model) if zero_init_residual else ():

@@ -10,11 +10,19 @@ from diffusers.models import Transformer2DModel, TransformerTemporalModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D, SpatioTemporalResBlock, TemporalResnetBlock
 from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
+from diffusers.models.unets.unet_2d_blocks import KAttentionBlock
+from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.scaling import LongSkip, SkipScaler, SkipScalingConfig
+
+
+_NO_SKIP_LAYERS = (
+    "the layout of {} does not define skip_layer and branch_ends, which skip_init, zero_init_residual and "
+    "skip_lr_scale need"
+)
 
 
 class SkipLayer(NamedTuple):
@@ -51,11 +59,11 @@ class SkipLayout:
 
     def skip_layer(self, model: nn.Module, skip: LongSkip) -> SkipLayer | None:
         """Return the layer through which a skip joins the residual path, or None if there is no layer."""
-        raise UserError(f"apply_skip_init does not support {type(model).__name__}")
+        raise UserError(_NO_SKIP_LAYERS.format(type(model).__name__))
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         """Return the last layers of the residual branches."""
-        raise UserError(f"apply_skip_init does not support {type(model).__name__}")
+        raise UserError(_NO_SKIP_LAYERS.format(type(model).__name__))
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
@@ -125,11 +133,20 @@ class UpBlockSkips(SkipLayout):
         for module in model.modules():
             if isinstance(module, ResnetBlock2D | ResnetBlockCondNorm2D | TemporalResnetBlock):
                 ends.append(module.conv2)
-            elif isinstance(module, Transformer2DModel | TransformerTemporalModel | TransformerSpatioTemporalModel):
+            elif isinstance(module, _TRANSFORMERS):
                 ends.append(module.proj_out)
+            elif isinstance(module, KAttentionBlock):
+                ends.append(module.attn2.to_out[0])
+                if module.add_self_attention:
+                    ends.append(module.attn1.to_out[0])
             elif isinstance(module, Attention) and module.residual_connection:
                 ends.append(module.to_out[0])
         return ends
+
+
+_TRANSFORMERS = (
+    Transformer2DModel | TransformerTemporalModel | TransformerSpatioTemporalModel | AnimateDiffTransformer3D
+)
 
 
 def _spatial(resnet: nn.Module) -> nn.Module:
@@ -191,6 +208,11 @@ class OutBlockSkips(SkipLayout):
         return SkipLayer(hidden.weight, skipped.weight, hidden.bias, parameters)
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
+        if model.config.block_scale == "rezero":
+            raise UserError(
+                "zero_init_residual=True and block_scale='rezero' both start the branches at zero, so that they would "
+                "never learn: use one of them"
+            )
         blocks = [*model.in_blocks, model.mid_block, *model.out_blocks]
         return [end for block in blocks for end in (block.attn.to_out[0], block.mlp.fc2)]
 
@@ -217,7 +239,8 @@ class SkipTupleHook:
 
     def _scaled(self, skips: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
         unused = len(skips) - len(self.indices)  # K-blocks receive several skips and consume only the last one
-        scaled = LazilyScaledSkips(skips, self.scaler, (None,) * unused + self.indices)
+        indices = tuple(None if self.scaler.changes_hidden(i) else i for i in self.indices)
+        scaled = LazilyScaledSkips(skips, self.scaler, (None,) * unused + indices)
         # A compiler plans memory itself and needs plain tensors.
         return tuple(scaled) if torch.compiler.is_compiling() else scaled
 

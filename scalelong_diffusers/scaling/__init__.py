@@ -1,6 +1,7 @@
 """The paper's math in plain torch: the config, the factors and the gates of long skip connections."""
 
 from scalelong_diffusers.scaling.config import SkipScalingConfig
+from scalelong_diffusers.scaling.constants import ConstantFactor, ConstantWeights
 from scalelong_diffusers.scaling.factors import skip_energy, skip_factors, solve_kappa
 from scalelong_diffusers.scaling.methods import (
     METHODS,
@@ -15,6 +16,8 @@ from scalelong_diffusers.scaling.scaler import SkipScaler
 
 __all__ = [
     "METHODS",
+    "ConstantFactor",
+    "ConstantWeights",
     "LongSkip",
     "SkipFactor",
     "SkipMethod",

@@ -95,8 +95,8 @@ class SkipScalingConfig:
     def __post_init__(self):
         if not isinstance(self.method, str) or self.method not in METHODS:
             raise UserError(
-                f"skip_scaling must be one of {', '.join(METHODS)}, or a method that was registered, got "
-                f"{self.method!r}{did_you_mean(self.method, METHODS)}"
+                f"skip_scaling must be one of {', '.join(METHODS)}, got {self.method!r}"
+                f"{did_you_mean(self.method, METHODS)}; import the file that registers a method of your own"
             )
         check_options(self)
         used = self._used_fields()

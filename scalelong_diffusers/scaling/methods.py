@@ -43,11 +43,7 @@ class LongSkip:
 
 
 class SkipMethod(nn.Module):
-    """
-    Base class of [`SkipFactor`] and [`SkipMix`], from which methods derive.
-
-    Results are cast to the dtype of the hidden state and the skip.
-    """
+    """Base class of [`SkipFactor`] and [`SkipMix`], from which methods derive."""
 
     # The training scripts multiply the learning rate of the parameters by this number.
     learning_rate_scale: ClassVar[float] = 1.0
@@ -77,7 +73,7 @@ class SkipFactor(SkipMethod):
     """Base class of the methods that multiply the skip by a factor and leave the hidden state as it is."""
 
     def forward(self, skip: torch.Tensor) -> float | torch.Tensor:
-        """Return k_i: a number, or a tensor that broadcasts to the skip."""
+        """Return k_i: a number, or a tensor that broadcasts to the skip and is then cast to its dtype."""
         raise NotImplementedError
 
 
@@ -85,7 +81,7 @@ class SkipMix(SkipMethod):
     """Base class of the methods that need the hidden state or change it."""
 
     def forward(self, hidden: torch.Tensor, skip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden state and the skip that the decoder reads."""
+        """Return the hidden state and the skip that the decoder reads. They are then cast to their former dtypes."""
         raise NotImplementedError
 
 
@@ -112,10 +108,13 @@ class RegisteredMethod:
 
     @property
     def summary(self) -> str:
-        """The first sentence of the docstring of `build`."""
-        lines = (inspect.getdoc(self.build) or "").split("\n\n")
-        return " ".join(lines[0].split())
+        """The first paragraph of the docstring of `build`."""
+        paragraphs = inspect.cleandoc(self.build.__doc__ or "").split("\n\n")
+        return " ".join(paragraphs[0].split())
 
+
+# Entries that are not passed to a method.
+RESERVED_FIELDS = ("version", "method", "strength", "options")
 
 # All methods, by the names that `skip_scaling` accepts.
 METHODS: dict[str, RegisteredMethod] = {}
@@ -127,20 +126,15 @@ def register_skip_method(name: str, has_parameters: bool = True, key: str | None
     """
     Register a class, or a function that returns a module, as a method of skip scaling.
 
-    It is called with a [`LongSkip`] and the fields of the config as keyword arguments. A model with this method saves,
-    loads and prints like any other; the module that registers the method must be imported before loading.
+    The class or function is called with a [`LongSkip`] and the fields of the config as keyword arguments. Fields with
+    the name of a built-in field have its type. A model with this method saves, loads and prints like any other; the
+    module that registers the method must be imported before loading.
 
     ```python
-    @register_skip_method("decay")
-    class Decay(SkipFactor):
+    @register_skip_method("decay", has_parameters=False)
+    def decay(skip: LongSkip, power: float = 0.5) -> ConstantFactor:
         \"""k_i = 1 / i^power.\"""
-
-        def __init__(self, skip: LongSkip, power: float = 0.5):
-            super().__init__(skip)
-            self.power = power
-
-        def forward(self, skip):
-            return self.skip.index**-self.power
+        return ConstantFactor(skip, skip.index**-power)
 
 
     apply_skip_scaling(model, {"method": "decay", "power": 1.0})
@@ -154,9 +148,15 @@ def register_skip_method(name: str, has_parameters: bool = True, key: str | None
             build.__qualname__,
         ):
             raise UserError(f"the skip scaling method {name!r} is already registered, by {known.build.__module__}")
+        if not name.isidentifier():
+            raise UserError(f"the name of a skip scaling method must be an identifier, got {name!r}")
+        if key in {other.key for other in METHODS.values()} - {known and known.key}:
+            raise UserError(f"the key {key!r} of the skip scaling method {name!r} belongs to another method")
         _, *fields = inspect.signature(build).parameters.values()  # the first is the skip
         if missing := [field.name for field in fields if field.default is field.empty]:
             raise UserError(f"the skip scaling method {name!r} needs a default for its field {missing[0]!r}")
+        if taken := [field.name for field in fields if field.name in RESERVED_FIELDS]:
+            raise UserError(f"the skip scaling method {name!r} cannot have a field with the name {taken[0]!r}")
         defaults = MappingProxyType({field.name: field.default for field in fields})
         METHODS[name] = RegisteredMethod(build, defaults, has_parameters, key or name)
         return build

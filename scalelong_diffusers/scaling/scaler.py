@@ -38,7 +38,10 @@ class SkipScaler(nn.Module):
         # While diffusers loads a checkpoint, new parameters stay on the meta device until the file fills them in. A
         # plain checkpoint has no gates, so they get memory here.
         if device.type != "meta" and any(p.is_meta for p in self.gates.parameters()):
+            buffers = dict(self.gates.named_buffers())
             self.gates.to_empty(device=device)
+            for name, buffer in buffers.items():
+                self.gates.get_buffer(name).copy_(buffer)
         for method in self.gates.values():
             method.reset_parameters()
 
@@ -100,7 +103,7 @@ class SkipScaler(nn.Module):
     def combine(self, hidden: torch.Tensor, skip: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden state and the skip that the layer reads."""
         new_hidden, new_skip = self.method(index)(hidden, skip)
-        new_hidden, new_skip = new_hidden.to(hidden.dtype), new_skip.to(skip.dtype)
+        new_hidden, new_skip = new_hidden.to(hidden), new_skip.to(skip)
         if self.strength == 1.0:
             return new_hidden, new_skip
         return torch.lerp(hidden, new_hidden, self.strength), torch.lerp(skip, new_skip, self.strength)
@@ -114,6 +117,6 @@ class SkipScaler(nn.Module):
 
 def _gate_name(config: SkipScalingConfig, skip: LongSkip) -> str:
     # Different names for each kind of gate, so that one cannot load the weights of another.
-    if config.shared:  # one network cannot serve several widths
+    if config.method == "ls" and config.shared:  # one network cannot serve several widths
         return f"width_{gated_axis(skip, config.gate_axis)[1]}"
     return f"{METHODS[config.method].key}_{skip.index}"

@@ -57,6 +57,10 @@ class ModelConfig:
         None, "start the last layers of residual branches at zero (default: yes for the built-in U-Net, otherwise as "
         "in the model's config)", on_resume="fixed",
     )  # fmt: skip
+    skip_lr_scale: float | None = option(
+        None, "multiply the learning rate of the layers through which the long skips join the residual path "
+        "(default: 0.1 for the built-in U-ViT, otherwise 1)", at_least=0,
+    )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
     )
@@ -115,10 +119,6 @@ class OptimizationConfig:
     lr_warmup_steps: int = option(500, "number of optimizer steps until the peak learning rate", at_least=0)
     lr_num_cycles: int = option(1, "number of restarts of the cosine_with_restarts schedule", at_least=1)
     lr_power: float = option(1.0, "exponent of the polynomial schedule", above=0)
-    skip_lr_scale: float | None = option(
-        None, "multiply the learning rate of the layers through which the long skips join the residual path "
-        "(default: 0.1 for the built-in U-ViT, otherwise 1)", at_least=0,
-    )  # fmt: skip
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
     adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0)
@@ -225,6 +225,11 @@ class RunConfig:
             object.__setattr__(self, "skip_scaling", SkipScalingConfig.parse(self.skip_scaling))
         check_options(self)
 
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """How the skip layers start and learn, by flag. Nothing for a trained model."""
+        return {}
+
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options, by flag, that the passed options imply."""
@@ -251,15 +256,18 @@ class TrainingConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        is_built_in = self.model.preset is None and self.model.model_config_name_or_path is None
-        if is_built_in and self.model.skip_init is None:
-            start = BUILT_IN_STARTS[self.model.model_type or "uvit"]
-            for group in ("model", "optimization"):
-                object.__setattr__(self, group, _with_defaults(getattr(self, group), start))
         is_plain = self.skip_scaling.method == "none"
         if self.optimization.skip_scaling_warmup_steps and (is_plain or self.skip_scaling.strength == 0):
             reason = "--skip_scaling none" if is_plain else "--skip_scaling_strength 0"
             raise UserError(f"--skip_scaling_warmup_steps has nothing to warm up with {reason}")
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        model = self.model
+        is_built_in = model.preset is None and model.model_config_name_or_path is None
+        defaults = BUILT_IN_STARTS[model.model_type or "uvit"] if is_built_in else {}
+        flags = ("skip_init", "zero_init_residual", "skip_lr_scale")
+        return {flag: defaults.get(flag) if getattr(model, flag) is None else getattr(model, flag) for flag in flags}
 
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -274,13 +282,6 @@ class TrainingConfig(RunConfig):
         if values.get("train_batch_size") is not None:
             implied.pop("total_batch_size", None)
         return implied
-
-
-def _with_defaults(config: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return the config with values for the fields that are None."""
-    fields = {field.name for field in dataclasses.fields(config)}
-    missing = {name: value for name, value in defaults.items() if name in fields and getattr(config, name) is None}
-    return dataclasses.replace(config, **missing)
 
 
 Config = TypeVar("Config", bound=RunConfig)

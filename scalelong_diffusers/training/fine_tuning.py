@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from scalelong_diffusers.training.stable_diffusion import (
     tokenizers,
     training_schedule,
 )
+from scalelong_diffusers.training.step import parameter_groups
 from scalelong_diffusers.training.text import check_validation_prompts
 
 
@@ -88,7 +89,8 @@ class FineTuning:
         trained, warmup_steps = scale_without_jump(
             self.pipe, config.skip_scaling, options.skip_scaling_warmup_steps, config.lora_rank, config.lora_alpha
         )
-        optimizer = eight_bit_adam(options, trained) if config.use_8bit_adam else None
+        groups = parameter_groups(options, [self.pipe.unet], trained)
+        optimizer = eight_bit_adam(options, groups) if config.use_8bit_adam else None
         self.run.start({"unet": self.pipe.unet}, optimizer, warmup_steps)
 
     def encode_captions(self, batch: Batch) -> dict[str, Any]:
@@ -160,17 +162,15 @@ def scale_without_jump(
     return list(trained.values()), warmup_steps
 
 
-def eight_bit_adam(options: OptimizationConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def eight_bit_adam(options: OptimizationConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return bitsandbytes' 8-bit AdamW."""
     try:
         from bitsandbytes.optim import AdamW8bit  # optional
     except ImportError as error:
         raise UserError("--use_8bit_adam needs a package: pip install bitsandbytes") from error
     return AdamW8bit(
-        parameters,
-        lr=options.learning_rate,
+        groups,
         betas=(options.adam_beta1, options.adam_beta2),
-        weight_decay=options.adam_weight_decay,
         eps=options.adam_epsilon,
     )
 

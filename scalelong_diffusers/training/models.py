@@ -43,6 +43,7 @@ _SMALL_TEXT_UNET = {
     "attention_head_dim": 4,  # the number of heads, despite its name in diffusers
 }
 _MAX_PATCHES_PER_SIDE = 16
+_DEFAULT_START = {"skip_init": REFERENCE, "zero_init_residual": False}
 
 
 def load_vae(source: str, device: torch.device) -> AutoencoderKL:
@@ -82,12 +83,8 @@ def build_model(
     _check_fit(model, resolution, factor, channels, vae)
     _check_image_size(data, model, factor)
     apply_skip_scaling(model, config.skip_scaling)
-    start = {
-        "skip_init": stored.get("skip_init", REFERENCE),
-        "zero_init_residual": stored.get("zero_init_residual", False),
-    }
-    given = {"skip_init": options.skip_init, "zero_init_residual": options.zero_init_residual}
-    start_layers(model, **start | {name: value for name, value in given.items() if value is not None})
+    own = {name: stored.get(name, default) for name, default in _DEFAULT_START.items()}
+    start_layers(model, **{n: value if config.start[n] is None else config.start[n] for n, value in own.items()})
     return model
 
 

@@ -42,7 +42,7 @@ from scalelong_diffusers.training.settings import (
     describe_settings,
     inexact_resume_warning,
 )
-from scalelong_diffusers.training.step import OptimizerStep
+from scalelong_diffusers.training.step import OptimizerStep, adamw, parameter_groups
 
 
 SETTINGS_FILE = "settings.json"
@@ -217,9 +217,10 @@ class TrainingRun:
             if parameter.requires_grad
         }
         steps = self.size.max_train_steps
-        self.optimizer_step = OptimizerStep(
-            options, self.accelerator, modules.values(), named_parameters, optimizer, steps
-        )
+        if optimizer is None:
+            scale = self.config.start.get("skip_lr_scale")
+            optimizer = adamw(options, parameter_groups(options, modules.values(), named_parameters.values(), scale))
+        self.optimizer_step = OptimizerStep(options, self.accelerator, named_parameters, optimizer, steps)
         # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
         self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
         scaled = [module for module in modules.values() if isinstance(module, SkipScalingMixin)]

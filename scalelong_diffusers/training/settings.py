@@ -70,7 +70,9 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
     scaling = skip_connections(run.modules["unet"]).config
     settings = {
         **flat_options(run.config),
+        **run.config.start,
         **flat_options(scaling),
+        "skip_scaling_options": dict(scaling.options),
         **dataclasses.asdict(run.size),
         "resolution": run.resolution,
         "mixed_precision": run.accelerator.mixed_precision,
@@ -100,8 +102,9 @@ def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
 
 
 def _architecture_checksum(model: ModelMixin) -> str:
-    """Return a checksum of the model's config without its skip scaling, whose fields are compared one by one."""
-    config = {name: value for name, value in model.config.items() if name[0] != "_" and name != "skip_scaling"}
+    """Return a checksum of the model's config without the entries that are compared one by one."""
+    others = ("skip_scaling", "skip_init", "zero_init_residual")
+    config = {name: value for name, value in model.config.items() if name[0] != "_" and name not in others}
     return checksum(json.dumps(config, sort_keys=True))[:12]
 
 
@@ -117,7 +120,7 @@ def check_same_settings(
     """Raise a `UserError` if a run is resumed with settings that must not change."""
     now = json.loads(json.dumps(now))  # as `before` was stored
     on_resume = {flag: details.on_resume for flag, _, details in options_of(type(config))}
-    on_resume["architecture"] = "fixed"
+    on_resume |= {"architecture": "fixed", "skip_scaling_options": "fixed"}
     free = {name for name, rule in on_resume.items() if rule == "free"} | {"model", "num_processes"}
     # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
     if now["lr_scheduler"].startswith("constant"):
@@ -127,7 +130,7 @@ def check_same_settings(
         free.add("data")
     # The fields of another method differ anyway.
     if before.get("skip_scaling") != now.get("skip_scaling"):
-        free |= {flag for flag, _, _ in options_of(SkipScalingConfig)} - {"skip_scaling"}
+        free |= {flag for flag, _, _ in options_of(SkipScalingConfig)} - {"skip_scaling"} | {"skip_scaling_options"}
     if not (before.get("eval_steps") and now["eval_steps"]):
         free |= _EVALUATION_SETTINGS
     changed = {

@@ -40,16 +40,15 @@ class OptimizerStep:
         self,
         config: OptimizationConfig,
         accelerator: Accelerator,
-        modules: Iterable[nn.Module],
         named_parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         num_steps: int,
     ):
         self.config = config
         self.accelerator = accelerator
         self.named_parameters = named_parameters
         self.parameters = list(named_parameters.values())
-        self.optimizer = optimizer or adamw(config, parameter_groups(config, modules, self.parameters))
+        self.optimizer = optimizer
         self.ema = EMAModel(self.parameters, decay=config.ema_decay, foreach=True) if config.use_ema else None
         scheduler = get_scheduler(
             config.lr_scheduler,
@@ -150,13 +149,16 @@ class OptimizerStep:
 
 
 def parameter_groups(
-    config: OptimizationConfig, modules: Iterable[nn.Module], parameters: list[nn.Parameter]
+    config: OptimizationConfig,
+    modules: Iterable[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    skip_lr_scale: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return the parameters by learning rate and weight decay. Skip layers and scaling methods can have their own."""
     kinds = {}
     for module in modules:
-        if config.skip_lr_scale is not None and isinstance(module, SkipScalingMixin):
-            kinds |= dict.fromkeys(skip_layer_parameters(module), (config.skip_lr_scale, True))
+        if skip_lr_scale is not None and isinstance(module, SkipScalingMixin):
+            kinds |= dict.fromkeys(skip_layer_parameters(module), (skip_lr_scale, True))
         for method in module.modules():
             if isinstance(method, SkipMethod):
                 kind = (method.learning_rate_scale, method.has_weight_decay)

@@ -149,6 +149,7 @@ def test_method_of_a_user_works_on_every_model(case, channel_factors, tmp_path):
         entry = {"method": "channel_factors", "start": 0.5}
         fresh = type(model).from_pretrained(tmp_path / "plain", skip_scaling=entry, **options)
         assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in fresh.skip_scaler.parameters())
+        assert all(torch.equal(b, torch.full_like(b, 3.0)) for b in fresh.skip_scaler.buffers())
 
 
 LOAD = """
@@ -233,7 +234,7 @@ def test_blocks_that_take_one_skip_tensor(method, tmp_path):
 
 def test_skip_init_names_a_layout_that_does_not_support_it():
     for start in ({"skip_init": "sum"}, {"skip_init": "reference", "zero_init_residual": True}):
-        with pytest.raises(UserError, match="apply_skip_init does not support OneSkipPerBlock"):
+        with pytest.raises(UserError, match="the layout of OneSkipPerBlock defines no skip_layer"):
             apply_skip_init(OneSkipPerBlock(), **start)
 
 

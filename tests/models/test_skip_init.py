@@ -4,6 +4,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D
+from peft import LoraConfig
 
 from scalelong_diffusers import (
     ScaleLongUNet2DModel,
@@ -177,6 +178,7 @@ def test_model_with_zero_branches_is_its_residual_path(case):
     """Then all blocks that keep the width and size pass on what they receive."""
     model = apply_skip_init(case.build(), "reference", zero_init_residual=True)
     kinds = ResnetBlock2D | ResnetBlockCondNorm2D
+    assert not any(m.proj_out.weight.any() for m in model.modules() if hasattr(m, "proj_out"))
     resnets = [m for m in model.modules() if isinstance(m, kinds) and m.conv_shortcut is None]
     seen = []
     for resnet in resnets:
@@ -232,3 +234,34 @@ def test_refuses_trained_weights(tmp_path):
         with pytest.raises(UserError, match=r"weights of this .* are trained .* and skip_init would destroy them"):
             apply_skip_init(model, "balanced")
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("combination", [{}, {"zero_init_residual": True}, {"block_scale": "rezero"}], ids=str)
+@pytest.mark.parametrize("start", ["reference", "zero", "sum", "balanced"])
+def test_every_parameter_learns(start, combination):
+    model = uvit(skip_init=start, **combination)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sample = torch.randn(4, 3, 8, 8)
+        (model(sample, 10).sample - sample).square().mean().backward()
+        optimizer.step()
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+
+
+def test_compiles_and_takes_a_lora(fresh_compiler):
+    model = uvit(skip_init="balanced", skip_scaling="cs").eval()
+    sample = torch.randn(2, 3, 8, 8)
+    expected = model(sample, 10).sample
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(sample, 10).sample, expected)
+    model.add_adapter(LoraConfig(r=2, target_modules=["hidden_proj", "skip_proj", "to_q"]))
+    torch.testing.assert_close(model(sample, 10).sample, expected)  # a LoRA starts at zero
+
+
+def test_reference_init_is_frozen():
+    """These sums are of the version before `skip_init` existed."""
+    sums = {name: p.double().abs().sum().item() for name, p in uvit(sample_size=8).named_parameters()}
+    assert sums["out_blocks.0.hidden_proj.weight"] == pytest.approx(15.837657090038192)
+    assert sum(sums.values()) == pytest.approx(1475.5389291448032)

@@ -142,6 +142,20 @@ def test_rejects_bad_methods(channel_factors):
     register_skip_method("forgetful")(NoReset)
     with pytest.raises(NotImplementedError, match="NoReset has parameters, so it must define reset_parameters"):
         scaler("forgetful")
+    messages = {
+        "my.method": "must be an identifier, got 'my.method'",
+        "mine": "key 'skip' .* belongs to another method",
+    }
+    for name, message in messages.items():
+        with pytest.raises(UserError, match=message):
+            register_skip_method(name, key="skip")(channel_factors)
+
+    class Weak(SkipMix):
+        def __init__(self, skip, strength=1.0):
+            super().__init__(skip)
+
+    with pytest.raises(UserError, match="cannot have a field with the name 'strength'"):
+        register_skip_method("weak")(Weak)
     with pytest.raises(UserError, match=r"unknown skip_scaling field 'strat' \(did you mean 'start'\?\)"):
         SkipScalingConfig.parse({"method": "channel_factors", "strat": 0.5})
     with pytest.raises(

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from scalelong_diffusers import ScaleLongUNet2DModel, UViTModel
+from scalelong_diffusers import ScaleLongUNet2DModel, UserError, UViTModel
+from scalelong_diffusers.files import checksum
 from scalelong_diffusers.train import train_unconditional
 from scalelong_diffusers.training import OptimizationConfig, TrainingConfig, make_config
 from scalelong_diffusers.training.step import parameter_groups
@@ -29,8 +30,8 @@ def names(model, parameters):
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_skip_layers_have_their_own_learning_rate(model):
-    config = OptimizationConfig(learning_rate=1e-3, skip_lr_scale=0.1)
-    others, layers = parameter_groups(config, [model], list(model.parameters()))
+    config = OptimizationConfig(learning_rate=1e-3)
+    others, layers = parameter_groups(config, [model], model.parameters(), skip_lr_scale=0.1)
     assert (others["lr"], layers["lr"]) == (1e-3, 1e-4)
     expected = {
         name for name in names(model, model.parameters())
@@ -38,14 +39,14 @@ def test_skip_layers_have_their_own_learning_rate(model):
     }  # fmt: skip
     assert names(model, layers["params"]) == expected
     assert len(others["params"]) + len(layers["params"]) == len(list(model.parameters()))
-    (group,) = parameter_groups(OptimizationConfig(), [model], list(model.parameters()))
+    (group,) = parameter_groups(config, [model], model.parameters())
     assert len(group["params"]) == len(list(model.parameters()))
 
 
 def test_methods_have_their_own_learning_rate_and_decay():
     config = OptimizationConfig(learning_rate=1e-3, adam_weight_decay=0.1)
     model = UViTModel(**UVIT, skip_scaling="token_gates")
-    others, gates = parameter_groups(config, [model], list(model.parameters()))
+    others, gates = parameter_groups(config, [model], model.parameters())
     assert (gates["lr"], gates["weight_decay"], others["weight_decay"]) == (5e-5, 0.0, 0.1)
     assert names(model, gates["params"]) == {n for n in names(model, model.parameters()) if "skip_scaler" in n}
 
@@ -119,6 +120,30 @@ def test_built_in_models_start_as_recommended_and_presets_as_in_the_paper(tmp_pa
     unet = ScaleLongUNet2DModel.from_pretrained(tmp_path / "unet" / "unet")
     assert not any(end.weight.any() for end in unet.skip_layout.branch_ends(unet))
     preset = make_config(TrainingConfig, preset="cifar10-uvit-s-2")
-    assert (preset.model.skip_init, preset.optimization.skip_lr_scale) == (None, None)
-    chosen = make_config(TrainingConfig, skip_init="balanced")
-    assert (chosen.model.skip_init, chosen.model.zero_init_residual) == ("balanced", None)
+    assert set(preset.start.values()) == {None}
+    chosen = make_config(TrainingConfig, skip_init="balanced", model_type="unet")
+    assert chosen.start == {"skip_init": "balanced", "zero_init_residual": True, "skip_lr_scale": 1.0}
+
+
+def test_two_zeros_are_refused(tmp_path):
+    """A branch whose factor and last layer are both zero would never learn."""
+    with pytest.raises(UserError, match="zero_init_residual=True and block_scale='rezero' both start the branches"):
+        run(tmp_path / "out", "--zero_init_residual")
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_of_a_uvit_from_before_the_starts_can_be_resumed(tmp_path):
+    config = tmp_path / "config.json"
+    UViTModel(**UVIT).to_json_file(config)
+    stored = json.loads(config.read_text())
+    names = ("skip_init", "zero_init_residual")
+    config.write_text(json.dumps({name: value for name, value in stored.items() if name not in names}))
+    old = {name: value for name, value in UViTModel(**UVIT).config.items() if name not in names}
+    settings = run(tmp_path / "out", "--model_config_name_or_path", str(config))
+    without_scaling = {name: value for name, value in old.items() if name[0] != "_" and name != "skip_scaling"}
+    assert settings["architecture"] == checksum(json.dumps(without_scaling, sort_keys=True))[:12]
+
+
+def test_fields_of_a_users_method_are_stored_and_cannot_change_on_resume(channel_factors, tmp_path):
+    settings = run(tmp_path / "out", "--skip_scaling", "channel_factors")
+    assert settings["skip_scaling_options"] == {"start": 1.0}
