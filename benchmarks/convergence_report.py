@@ -107,7 +107,7 @@ def profiles(results: Results) -> str:
     for k, method in enumerate(methods):
         fractions = [profile([(row[k], max(row)) for row in medians.values()], tau) for tau in TAUS if medians]
         rows.append([f"{method}, {len(medians)} workloads", *(f"{fraction:.0%}" for fraction in fractions)])
-    return _table(("method", *(f"tau = {tau:g}" for tau in TAUS)), rows if medians else [])
+    return _table(("method", *(f"tau = {tau:g}" for tau in TAUS)), rows if len(medians) > 1 else [])
 
 
 def profile(speeds: list[tuple[float, float]], tau: float) -> float:
@@ -203,7 +203,7 @@ def draw_figure(results: Results, folder: Path):
         curves[method + seeds] = [_shown_part(results.evaluations(run)) for run in stable]
     target, last = plain_target(results, BASE), runs[0].steps
     if all(curves.values()) and math.isfinite(target):
-        curves["target"] = [[(_SHOWN_FROM, target), (last, target)]]
+        curves["best plain run"] = [[(_SHOWN_FROM, target), (last, target)]]
         folder.mkdir(exist_ok=True)
         for name, dark in {"light": False, "dark": True}.items():
             (folder / f"convergence-{name}.svg").write_text(figure(curves, dark))

@@ -338,7 +338,7 @@ def test_figure_is_self_contained_in_light_and_dark(runs, report, results, tuned
     for name in ("light", "dark"):
         svg = (tmp_path / "images" / f"convergence-{name}.svg").read_text()
         assert svg.count("<polyline") == 3 + 2 + 2  # medians, target; seeds
-        for label in ("plain", "residual, 2 of 3 seeds", "target"):
+        for label in ("plain", "residual, 2 of 3 seeds", "best plain run"):
             assert f">{label}</text>" in svg
         assert ">validation loss (EMA weights)</text>" in svg
         assert not re.search(r"(href|src|url)", svg)
