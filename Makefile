@@ -21,7 +21,7 @@ check: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 # Train a U-ViT plain and with the residual start at the same time, and write a page that compares the two runs: about
-# seven minutes on two cores, or one minute with QUICK=1.
+# nine minutes on two cores, or one minute with QUICK=1.
 demo: install
 	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
 

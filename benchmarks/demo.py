@@ -43,15 +43,22 @@ RUNS = {
         "model": {"block_scale": "rezero"},
     },
 }
-STEPS, QUICK_STEPS = 4000, 300
+STEPS, QUICK_STEPS = 7000, 300
 # The ratio of steps by seed, from pilot runs with STEPS steps. Empty until they have been run.
 PILOT: dict[int, float] = {}
-MODEL = {"sample_size": 16, "patch_size": 4, "hidden_size": 64, "num_layers": 20, "num_attention_heads": 4}
+MODEL = {
+    "sample_size": 16,
+    "patch_size": 2,
+    "hidden_size": 64,
+    "num_layers": 12,
+    "num_attention_heads": 4,
+    "mlp_ratio": 2.0,
+}
 TRAINING = {
     "seed": 0,
     "resolution": 16,
     "num_shapes": 50_000,
-    "train_batch_size": 32,
+    "train_batch_size": 16,
     "skip_scaling": "none",
     # The model learns to draw fastest if it predicts the clean image and the loss is weighted by the SNR.
     "prediction_type": "sample",
@@ -59,9 +66,10 @@ TRAINING = {
     "ddpm_beta_schedule": "squaredcos_cap_v2",
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
+    "adam_beta2": 0.99,
     "adam_weight_decay": 0.03,
     "max_grad_norm": 1.0,
-    "ema_decay": 0.995,
+    "ema_decay": 0.998,
     "class_dropout": 0.1,
     "logging_steps": 10,
 }
