@@ -51,7 +51,7 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
         # Rejected by the parser. test_config.py has more such cases.
         ({"learning_rat": 1}, "unknown argument '--learning_rat' (did you mean '--learning_rate'?)"),
         ({"train_batch_size": 0}, "--train_batch_size must be an integer, at least 1, got 0"),
-        ({"skip_scaling": "cd"}, "--skip_scaling must be one of none, inv_sqrt2, constant, cs, compensated_cs, mp_cat, ls, "),
+        ({"skip_scaling": "cd"}, "--skip_scaling must be one of none, inv_sqrt2, constant, cs, compensated_cs, "),
         ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path cannot be combined"),
         ({"dataset_name": "user/data", "train_data_dir": "folder"}, "dataset_name and train_data_dir are both given"),
         # Rejected by the run, because of the number of images and processes.
