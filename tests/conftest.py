@@ -349,6 +349,7 @@ def in_fresh_process(tmp_path):
             capture_output=True,
             text=True,
             check=check,
+            timeout=120,
         )
 
     return run

@@ -1,10 +1,13 @@
 """Streams of samples by position, and the data loaders that divide them into batches."""
 
+import atexit
 import copy
 import dataclasses
 import logging
+import multiprocessing.util  # noqa: F401 (its exit function must be registered before the one of this module)
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -351,14 +354,39 @@ class Positions(Sampler):
 class _Loader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
         with _blocked_signals():  # workers inherit the mask until their handlers are set
-            batches = super().__iter__()
+            return _Batches(super().__iter__())
+
+
+class _Batches(Iterator):
+    """The batches of a loader. Its workers end when an error occurs, or when this iterator is closed or deleted."""
+
+    def __init__(self, batches: Iterator[Batch | UserError]):
+        self._batches = batches
+        _open_batches.add(self)
+
+    def __next__(self) -> Batch:
         try:
-            for batch in batches:
-                if isinstance(batch, UserError):
-                    raise batch
-                yield batch
-        finally:
-            del batches  # ends the workers now, even if a traceback still refers to this frame
+            batch = next(self._batches)
+            if isinstance(batch, UserError):
+                raise batch
+        except BaseException:
+            self.close()  # the traceback keeps this iterator alive
+            raise
+        return batch
+
+    def close(self):
+        self._batches = iter(())
+
+
+_open_batches: "weakref.WeakSet[_Batches]" = weakref.WeakSet()
+
+
+# At the end of the process, `multiprocessing` sends the workers a signal, which they may ignore, and waits for them.
+# So they end here before: exit functions run in reverse order.
+@atexit.register
+def _close_all():
+    for batches in list(_open_batches):
+        batches.close()
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -206,9 +206,17 @@ def children():
 
 
 SIGNALED_WORKERS = """
-import os, signal, sys
+import os, signal, sys, time
 import multiprocessing
-from scalelong_diffusers.data import DataConfig, load_training_data
+from scalelong_diffusers.data import DataConfig, load_training_data, stream
+
+set_handlers = stream._leave_signals_to_main_process
+
+def set_handlers_late(worker):
+    time.sleep(worker)
+    set_handlers(worker)
+
+stream._leave_signals_to_main_process = set_handlers_late
 
 options = {"channels": 3, "needs_labels": True, "needs_captions": False, "seed": 5}
 data = load_training_data(DataConfig(resolution=8), **options)
@@ -223,7 +231,11 @@ sys.exit(3)
 
 @pytest.mark.slow
 def test_process_ends_after_its_workers_were_signaled(in_fresh_process, load):
-    """Also, its data has the same fingerprint, and the built-in dataset does not import `datasets`, which is slow."""
+    """
+    The second worker is still starting, so the signals of this script and of `multiprocessing` reach it as one.
+
+    Also, its data has the same fingerprint, and the built-in dataset does not import `datasets`, which is slow.
+    """
     start = time.monotonic()
     ended = in_fresh_process(SIGNALED_WORKERS, check=False)
     expected = f"{load(needs_labels=True).fingerprint} False\n"
