@@ -120,7 +120,7 @@ def test_tuning_runs_stop_only_at_a_quarter_and_at_half_of_the_steps(runs, resul
 
 
 def test_stopping_rule_ignores_at_half_what_it_stopped_at_a_quarter(runs, results):
-    """Whether a process was killed or finished first must not matter."""
+    """A killed run and one that finished before it could be killed count the same."""
     run, slow, fast = runs.tuning_runs("20 layers", "plain")[:3]
     slow_then_low = [2.5] * 7 + [0.5] * 23
     for slow_curve in (slow_then_low, slow_then_low[:7]):

@@ -60,7 +60,7 @@ def check_skip_init(skip_init: str):
 def start_layers(model: ModelMixin, skip_init: str, zero_init_residual: bool):
     """Initialize the layers of a new model, as `apply_skip_init` describes. Other weights do not change."""
     for name, value in {"skip_init": skip_init, "zero_init_residual": zero_init_residual}.items():
-        if name in model.config:  # only a U-ViT stores them
+        if model.config.get(name, value) != value:  # only a U-ViT stores them
             write_config_entry(model, name, value)
     layout, is_scaled = skip_layout(model), isinstance(model, SkipScalingMixin)
     for layer in layout.branch_ends(model) if zero_init_residual else ():

@@ -6,12 +6,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.models import Transformer2DModel, TransformerTemporalModel
-from diffusers.models.attention_processor import Attention
-from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D, SpatioTemporalResBlock, TemporalResnetBlock
-from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
-from diffusers.models.unets.unet_2d_blocks import KAttentionBlock
-from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
+from diffusers.models.resnet import SpatioTemporalResBlock
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -129,11 +124,22 @@ class UpBlockSkips(SkipLayout):
         return SkipLayer(hidden, skipped, shortcut.bias, list(shortcut.parameters()))
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
+        # Imported late, because a third of a second is long for those who do not call this.
+        from diffusers.models import Transformer2DModel, TransformerTemporalModel
+        from diffusers.models.attention_processor import Attention
+        from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D, TemporalResnetBlock
+        from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
+        from diffusers.models.unets.unet_2d_blocks import KAttentionBlock
+        from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
+
+        transformers = (
+            Transformer2DModel | TransformerTemporalModel | TransformerSpatioTemporalModel | AnimateDiffTransformer3D
+        )
         ends = []
         for module in model.modules():
             if isinstance(module, ResnetBlock2D | ResnetBlockCondNorm2D | TemporalResnetBlock):
                 ends.append(module.conv2)
-            elif isinstance(module, _TRANSFORMERS):
+            elif isinstance(module, transformers):
                 ends.append(module.proj_out)
             elif isinstance(module, KAttentionBlock):
                 ends.append(module.attn2.to_out[0])
@@ -142,11 +148,6 @@ class UpBlockSkips(SkipLayout):
             elif isinstance(module, Attention) and module.residual_connection:
                 ends.append(module.to_out[0])
         return ends
-
-
-_TRANSFORMERS = (
-    Transformer2DModel | TransformerTemporalModel | TransformerSpatioTemporalModel | AnimateDiffTransformer3D
-)
 
 
 def _spatial(resnet: nn.Module) -> nn.Module:

@@ -132,8 +132,10 @@ class SkipScalingConfig:
 
     def resolve(self, num_skips: int, gate_axis: str) -> "SkipScalingConfig":
         """Return the config for a model with `num_skips` skips, with every `"auto"` replaced by its value."""
-        if self.method == "cs" and num_skips == 1 and not self.reverse:
-            raise UserError("method 'cs' cannot scale a model with one long skip, as k_1 = 1; use 'constant'")
+        if self.method in ("cs", "compensated_cs") and num_skips == 1 and not self.reverse:
+            raise UserError(
+                f"method {self.method!r} cannot scale a model with one long skip, as k_1 = 1; use 'constant'"
+            )
         changes: dict[str, Any] = {}
         if self.kappa == "auto":
             method = self.method.removeprefix("compensated_")

@@ -150,8 +150,8 @@ def register_skip_method(name: str, has_parameters: bool = True, key: str | None
             raise UserError(f"the skip scaling method {name!r} is already registered, by {known.build.__module__}")
         if not name.isidentifier():
             raise UserError(f"the name of a skip scaling method must be an identifier, got {name!r}")
-        if key in {other.key for other in METHODS.values()} - {known and known.key}:
-            raise UserError(f"the key {key!r} of the skip scaling method {name!r} belongs to another method")
+        if (key or name) in {other.key for other in METHODS.values()} - {known and known.key}:
+            raise UserError(f"the key {key or name!r} of the skip scaling method {name!r} belongs to another method")
         _, *fields = inspect.signature(build).parameters.values()  # the first is the skip
         if missing := [field.name for field in fields if field.default is field.empty]:
             raise UserError(f"the skip scaling method {name!r} needs a default for its field {missing[0]!r}")

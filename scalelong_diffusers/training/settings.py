@@ -72,7 +72,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         **flat_options(run.config),
         **run.config.start,
         **flat_options(scaling),
-        "skip_scaling_options": dict(scaling.options),
+        "skip_scaling_options": scaling.options or None,
         **dataclasses.asdict(run.size),
         "resolution": run.resolution,
         "mixed_precision": run.accelerator.mixed_precision,

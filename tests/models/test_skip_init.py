@@ -1,13 +1,11 @@
 """The starts of the layers that read the long skips."""
 
-import diffusers
 import pytest
 import torch
 from diffusers.models.resnet import ResnetBlock2D, ResnetBlockCondNorm2D
 from peft import LoraConfig
 
 from scalelong_diffusers import (
-    ScaleLongUNet2DModel,
     UserError,
     UViTModel,
     apply_skip_init,
@@ -17,13 +15,6 @@ from scalelong_diffusers import (
 
 
 UVIT = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "final_conv": False}
-UNET = {
-    "sample_size": 8,
-    "block_out_channels": (8, 16),
-    "norm_num_groups": 4,
-    "down_block_types": ("DownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "UpBlock2D"),
-}
 SCALINGS = {
     "none": "none",
     "cs": {"method": "cs", "kappa": 0.5},
@@ -121,9 +112,8 @@ def resnet_shortcuts(unet, sample):
 
 
 @pytest.mark.parametrize("kappa", [None, 0.5])
-def test_shortcuts_of_a_unet_add_the_channels_that_exist(kappa):
-    torch.manual_seed(0)
-    unet = diffusers.UNet2DModel(**UNET)
+def test_shortcuts_of_a_unet_add_the_channels_that_exist(kappa, ddpm):
+    unet = ddpm.build()
     if kappa is not None:
         apply_skip_scaling(unet, {"method": "cs", "kappa": kappa})
     apply_skip_init(unet, "balanced")
@@ -220,13 +210,13 @@ def test_rejects_an_unknown_start():
         apply_skip_init(uvit(), "balance")
 
 
-def test_refuses_trained_weights(tmp_path):
+def test_refuses_trained_weights(ddpm, tmp_path):
     uvit().save_pretrained(tmp_path)
     with pytest.raises(
         UserError, match=r"skip_init='sum' is for models that are trained from scratch, and .* has train"
     ):
         UViTModel.from_pretrained(tmp_path, skip_init="sum")
-    for model in (uvit(), ScaleLongUNet2DModel(**UNET)):
+    for model in (uvit(), ddpm.build_scaled("none")):
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.randn(2, 3, 8, 8), 10).sample.sum().backward()
         optimizer.step()

@@ -161,7 +161,12 @@ def test_reads_a_newer_version_with_known_fields():
     assert SkipScalingConfig.parse(entry) == SkipScalingConfig("cs", kappa=0.9)
 
 
-def test_rejects_cs_for_a_single_skip():
-    with pytest.raises(UserError, match=r"cannot scale a model with one long skip, as k_1 = 1; use 'constant'"):
-        SkipScalingConfig("cs").resolve(1, gate_axis="channels")
+@pytest.mark.parametrize("method", ["cs", "compensated_cs"])
+def test_rejects_cs_for_a_single_skip(method):
+    message = f"method '{method}' cannot scale a model with one long skip, as k_1 = 1; use 'constant'"
+    with pytest.raises(UserError, match=message):
+        SkipScalingConfig(method).resolve(1, gate_axis="channels")
+
+
+def test_reversed_cs_scales_a_single_skip():
     assert SkipScalingConfig("cs", reverse=True).resolve(1, gate_axis="channels").kappa == 0.9

@@ -173,3 +173,13 @@ def test_another_architecture_is_not_resumed(nested_config, tiny_config, tmp_pat
             train_unconditional.train(replace(config, output=resumed))
     finally:
         file.write_text(before)
+
+
+def test_fields_of_a_users_method_cannot_change_on_resume(nested_config, channel_factors, tmp_path):
+    config = nested_config(tmp_path / "run")
+    runs = [replace(config, skip_scaling={"method": "channel_factors", "start": start}) for start in (1.0, 0.5)]
+    train_unconditional.train(runs[0])
+    resumed = replace(runs[1], output=replace(config.output, resume_from_checkpoint="latest"))
+    message = r"skip_scaling_options was \{'start': 1.0\} and is \{'start': 0.5\}; start a new run"
+    with pytest.raises(UserError, match=message):
+        train_unconditional.train(resumed)

@@ -181,14 +181,31 @@ def test_latest_skips_a_damaged_checkpoint(train, finished, stopped_at, assert_s
     assert_same_run(folder, finished)
 
 
+def rewrite(checkpoint, name, change):
+    """Change a JSON file of a checkpoint, and its checksum."""
+    file, checksums_file = checkpoint / name, checkpoint / "checksums.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    checksums_file.write_text(json.dumps(json.loads(checksums_file.read_text()) | {name: checksum(file)}))
+
+
+def test_resumes_a_run_from_before_the_starts_of_skip_layers(train, stopped_at, finished, assert_same_run):
+    new = ("skip_init", "zero_init_residual", "skip_lr_scale", "skip_scaling_options")
+    folder = stopped_at(8)
+
+    def forget_settings(state):
+        assert [state["settings"].pop(name) for name in new] == [None] * len(new)
+
+    rewrite(folder / "checkpoint-8", "state.json", forget_settings)
+    rewrite(folder / "checkpoint-8", "unet/config.json", lambda config: [config.pop(name) for name in new[:2]])
+    train(folder, **RESUME)
+    assert_same_run(folder, finished)
+
+
 def test_rejects_checkpoints_of_older_versions(train, stopped_at):
     folder = stopped_at(3)
-    state_file, checksums_file = (folder / "checkpoint-3" / name for name in ("state.json", "checksums.json"))
-    state = json.loads(state_file.read_text())
-    assert state.pop("format_version") == 2
-    state_file.write_text(json.dumps(state))
-    checksums = json.loads(checksums_file.read_text()) | {"state.json": checksum(state_file)}
-    checksums_file.write_text(json.dumps(checksums))
+    rewrite(folder / "checkpoint-3", "state.json", lambda state: state.pop("format_version"))
     with pytest.raises(UserError, match=r"checkpoint-3 was written by another version .* \(format 1, this version"):
         train(folder, **RESUME)
 
