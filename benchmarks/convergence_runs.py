@@ -90,13 +90,14 @@ _UNET = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a dataset and a length of training. `flags` override those in TRAINING."""
+    """A model, a dataset and a length of training. `flags` override TRAINING, and `methods` override METHODS."""
 
     model: dict[str, Any] = field(default_factory=lambda: _UVIT)
     batch_size: int = 32
     steps: int = 1_500
     script: str = "train_unconditional"
     flags: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     uses_fashion_mnist: bool = True
 
 
@@ -113,7 +114,7 @@ WORKLOADS = {
         flags={"resolution": 16, "num_shapes": 50_000},
         uses_fashion_mnist=False,
     ),
-    UNET: Workload(_UNET, steps=1_000),
+    UNET: Workload(_UNET, steps=1_000, methods={"residual": {**_PLAIN, **_RESIDUAL_UNET}}),
     PAPER: Workload(flags={"max_grad_norm": 0}),
     QUICK: Workload(steps=500),
 }
@@ -164,8 +165,7 @@ class Run:
 
     @property
     def _method(self) -> dict[str, Any]:
-        is_residual_unet = self.workload == UNET and self.method == "residual"
-        return {**_PLAIN, **_RESIDUAL_UNET} if is_residual_unet else METHODS[self.method]
+        return WORKLOADS[self.workload].methods.get(self.method, METHODS[self.method])
 
     @property
     def is_tuning(self) -> bool:
