@@ -9,6 +9,8 @@ Fine-tune Stable Diffusion 1, 2 or XL with scaled long skips: the whole U-Net or
 Before the first step, the model's output is the same as without scaling. The output folder is a pipeline, which
 `StableDiffusionPipeline.from_pretrained("out")` loads scaled after `import scalelong_diffusers`. With `--lora_rank`,
 it holds only the LoRA and the scaling, for `load_adapter(pipe, "out")`.
+
+There is no `--skip_init`, because a start of the skip layers would overwrite trained weights.
 """
 
 from collections.abc import Mapping, Sequence
