@@ -26,11 +26,12 @@ STEPS = 24
 RUNS = ("plain", "residual")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CHROMIUM = shutil.which("chromium")
-# One image per class and two sampling steps.
+# Few images to train on, one sample per class, and two sampling steps.
 SMALL_DEMO = f"""
 import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import demo
+demo.NUM_IMAGES = 600
 demo.SAMPLES = 30
 demo.SAMPLING["steps"] = 2
 demo.main()
@@ -150,7 +151,8 @@ def test_film_cuts_grids_into_classes(monkeypatch, tmp_path):
 
     assert demo.film_steps(4000) == [1000, 2000, 3000, 4000]
     assert demo.film_steps(24) == [6, 12, 18, 24]
-    drawn = [Drawing.from_number(k).paint(demo.MODEL["sample_size"]) for k in range(30)]
+    drawings = {f"{drawing.color} {drawing.shape}": drawing for drawing in map(Drawing.from_number, range(30))}
+    drawn = [demo.easier(drawings[name]).paint(demo.MODEL["sample_size"]) for name in demo.CLASSES]
     drawn[7], drawn[8] = drawn[8], drawn[7]
     (tmp_path / "samples").mkdir()
     grid([Image.fromarray(pixels) for pixels in drawn], columns=None).save(tmp_path / "samples" / "step-000006.png")
@@ -159,6 +161,21 @@ def test_film_cuts_grids_into_classes(monkeypatch, tmp_path):
     columns = demo.cut(Image.open(io.BytesIO(frame.png)), demo.MODEL["sample_size"])[:6]
     assert [demo.recognize_class(image) for image in columns] == [f"{color} circle" for color in COLORS]
     assert demo.read_frame(tmp_path, 12) == demo.Frame(12, None, 0)
+
+
+def test_draws_a_dataset_whose_classes_can_be_recognized(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo
+
+    monkeypatch.setattr(demo, "NUM_IMAGES", 300)
+    (tmp_path / "data.partial").mkdir()  # of a process that was killed
+    demo.draw_images(tmp_path / "data")
+    files = sorted((tmp_path / "data").rglob("*.png"))
+    assert [file.parent.name for file in files[::10]] == demo.CLASSES
+    assert all(demo.recognize_class(Image.open(file)) == file.parent.name for file in files)
+    assert not (tmp_path / "data.partial").exists()
+    monkeypatch.setattr(demo, "easier", None)
+    demo.draw_images(tmp_path / "data")  # draws nothing
 
 
 def test_diverged_trainings_end_on_the_page_and_others_end_the_demo(monkeypatch, tmp_path):
