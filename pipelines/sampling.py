@@ -18,11 +18,12 @@ from tqdm import tqdm
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.locks import locked
 from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
-from scalelong_diffusers.processes import processes, run_on_all_processes
+from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -107,22 +108,23 @@ class Sampling:
         The processes of `accelerate launch` or torchrun share the work.
         """
         team = processes()
-        missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
-        # No process changes the folder before all have checked it and listed the missing images.
-        team.wait_for_everyone()
-        if team.is_main_process:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_json(self.folder / SAMPLE_SETTINGS, self._settings)
-            except OSError as error:
-                raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
-        team.wait_for_everyone()
-        run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
-        if team.is_main_process:
-            columns = len(self._values) if 1 < len(self._values) <= 16 else None
-            first = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.num_images, GRID_IMAGES))]
-            save_image(grid(first, columns), self.folder / SAMPLE_GRID)
+        with locked(self.folder):
+            run_on_main_process(lambda: _check_folder(self.folder, self._settings))  # again: now nobody can change it
+            missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
+            # No process changes the folder before all have listed the missing images.
+            run_on_main_process(self._write_settings)
+            run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
+            if team.is_main_process:
+                columns = len(self._values) if 1 < len(self._values) <= 16 else None
+                first = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.num_images, GRID_IMAGES))]
+                save_image(grid(first, columns), self.folder / SAMPLE_GRID)
         return len(missing)
+
+    def _write_settings(self):
+        try:
+            write_json(self.folder / SAMPLE_SETTINGS, self._settings)
+        except OSError as error:
+            raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
 
     def _make_share(self, share: list[int]):
         """Make the missing images of this process."""

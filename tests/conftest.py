@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -577,3 +578,38 @@ def channel_factors():
     yield ChannelFactors
     METHODS.clear()
     METHODS.update(known)
+
+
+LOCK_HOLDER = """
+import os, sys, time
+from pathlib import Path
+from scalelong_diffusers.locks import FolderLock
+
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
+worker = os.fork() if "--worker" in sys.argv else None
+if worker == 0:
+    time.sleep(60)
+print(worker, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def lock_holder():
+    """`with lock_holder(folder)`: another process holds the lock of the folder until its input is closed."""
+
+    @contextmanager
+    def hold(folder, *flags):
+        command = [sys.executable, "-c", LOCK_HOLDER, str(folder), *flags]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            process.first_line = process.stdout.readline().strip()
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+    return hold

@@ -32,7 +32,7 @@ CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
 _PREFIX = "checkpoint-"
 # Folders with these prefixes are being written or removed. They do not count as checkpoints.
-_PARTIAL, _OLD = ".partial-", ".old-"
+PARTIAL, _OLD = ".scalelong-partial-", ".scalelong-old-"
 
 
 class Checkpoints:
@@ -48,7 +48,7 @@ class Checkpoints:
 
         If the process is killed at any point, all earlier checkpoints are still complete.
         """
-        partial = self.folder / f"{_PARTIAL}{step}"
+        partial = self.folder / f"{PARTIAL}{step}"
         try:
             partial.mkdir(parents=True)
             write(partial)
@@ -98,7 +98,7 @@ class Checkpoints:
 
     def remove_leftovers(self):
         """Remove folders that a killed run left half-written or half-removed."""
-        for prefix in (_PARTIAL, _OLD):
+        for prefix in (PARTIAL, _OLD):
             for path in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(path)
 
@@ -151,14 +151,13 @@ def replace_folder(new: Path, final: Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def prepare_folder(checkpoints: Checkpoints, is_new: bool):
-    """Clean up after a killed run. Raise a `UserError` if the folder cannot be written or holds another run."""
+def check_folder(checkpoints: Checkpoints, is_new: bool):
+    """Raise a `UserError` if the folder of a run cannot be written or holds something else."""
     folder = checkpoints.folder
     try:
         _check_writable(folder)
     except OSError as error:
         raise UserError(f"cannot write to --output_dir {folder}: {error}") from error
-    checkpoints.remove_leftovers()
     if not is_new:
         return
     if checkpoints.steps():

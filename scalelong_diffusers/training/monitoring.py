@@ -186,12 +186,30 @@ class MetricsFile:
 
     def __init__(self, file: Path):
         self.file = file
+        self.broken_file = file.with_name(f"{file.name}.broken")
 
-    def resume_at(self, step: int):
-        """Remove the lines of later steps, which the run will repeat, and an incomplete last line."""
-        lines = [line for line in self._lines() if line["step"] <= step]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        atomic_write(self.file, lambda partial: partial.write_text(text))
+    def resume_at(self, step: int) -> int:
+        """
+        Remove the lines of later steps, which the run will repeat, and an incomplete last line.
+
+        Other lines that cannot be read are moved to another file. Returns their number.
+        """
+        kept, later, broken = [], [], []
+        for text in self._texts():
+            line = _parse(text)
+            if line is not None and line["step"] <= step:
+                # Steps increase, so a later step before this line is an error.
+                broken, later = broken + later, []
+                kept.append(text)
+            elif line is None and text.endswith(b"\n"):
+                broken.append(text)
+            else:
+                later.append(text)
+        if broken:
+            with open(self.broken_file, "ab") as file:
+                file.writelines(broken)
+        atomic_write(self.file, lambda partial: partial.write_bytes(b"".join(kept)))
+        return len(broken)
 
     def write(self, line: dict[str, Any]):
         # JSON has no infinities: they are written as null.
@@ -201,18 +219,20 @@ class MetricsFile:
 
     def last(self, name: str) -> Any:
         """Return the latest value of a metric, or None."""
-        return next((line[name] for line in reversed(self._lines()) if name in line), None)
+        lines = filter(None, map(_parse, reversed(self._texts())))
+        return next((line[name] for line in lines if name in line), None)
 
-    def _lines(self) -> list[dict[str, Any]]:
-        if not self.file.exists():
-            return []
-        lines = []
-        for text in self.file.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break  # the process was killed while it wrote this line
-        return lines
+    def _texts(self) -> list[bytes]:
+        return self.file.read_bytes().splitlines(keepends=True) if self.file.exists() else []
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """Return a line of a log, or None if it is incomplete or broken."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def _without_infinities(value: Any) -> Any:

@@ -28,6 +28,7 @@ from scalelong_diffusers.data.precomputed import (
 from scalelong_diffusers.data.stream import ImageRows, Source, Stream
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
+from scalelong_diffusers.locks import LOCK_FILE, locked
 from scalelong_diffusers.options import option
 from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
@@ -162,28 +163,25 @@ class PrecomputedWriter:
 
     def write(self, batch_size: int) -> int:
         """Write all shards that are missing or damaged. Returns the size of all shards in bytes."""
-        run_on_main_process(self._prepare_folder)
-        if self.encoders.text is not None:
-            run_on_main_process(
-                lambda: save_empty_caption(self.folder, self.encoders.text_states([""])[0].contiguous())
-            )
-        state = processes()
-        own = self._shards(state.process_index, state.num_processes)
-        # All processes take the same number of turns, so that a failure in one stops the others after their turn.
-        turns = [shard for _, shard in zip_longest(self._shards(0, state.num_processes), own)]
-        with tqdm(turns, desc="shards", disable=not state.is_local_main_process) as bar:  # ends its line on errors
-            for shard in bar:
-                run_on_all_processes(partial(self._write_shard, shard, batch_size))
-        return run_on_main_process(self._finish)
+        with locked(self.folder):
+            run_on_main_process(self._prepare_folder)
+            if self.encoders.text is not None:
+                run_on_main_process(
+                    lambda: save_empty_caption(self.folder, self.encoders.text_states([""])[0].contiguous())
+                )
+            state = processes()
+            own = self._shards(state.process_index, state.num_processes)
+            # All processes take the same number of turns, so that a failure in one stops the others after their turn.
+            turns = [shard for _, shard in zip_longest(self._shards(0, state.num_processes), own)]
+            with tqdm(turns, desc="shards", disable=not state.is_local_main_process) as bar:  # ends its line on errors
+                for shard in bar:
+                    run_on_all_processes(partial(self._write_shard, shard, batch_size))
+            return run_on_main_process(self._finish)
 
     def _prepare_folder(self):
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot create output_dir {self.folder}: {error}") from error
         index = read_index(self.folder)
         changed = [] if index is None else _differences(index["made_of"], self.made_of)
-        if index is None and any(self.folder.iterdir()):
+        if index is None and any(path.name != LOCK_FILE for path in self.folder.iterdir()):
             changed = ["it has no " + INDEX_FILE]
         if changed:
             reason = f"holds other files or precomputed latents: {'; '.join(changed)}"

@@ -23,13 +23,14 @@ from tqdm import tqdm
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
+from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.training import saving
 from scalelong_diffusers.training.accelerator import make_accelerator
-from scalelong_diffusers.training.checkpoints import Checkpoints, load_state, prepare_folder, read_state, save_state
+from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, load_state, read_state, save_state
 from scalelong_diffusers.training.config import RunConfig
 from scalelong_diffusers.training.latents import check_autoencoder, encode_images
 from scalelong_diffusers.training.models import build_model, load_vae
@@ -87,6 +88,7 @@ class TrainingRun:
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self._lock = FolderLock(self.folder)
         self.global_step = 0
         self.progress = Progress()
         self.vae: AutoencoderKL | None = None
@@ -94,7 +96,7 @@ class TrainingRun:
         self.data: TrainingData | None = None
         self.stop_signal = StopSignal()
         is_new = config.output.resume_from_checkpoint is None
-        run_on_main_process(lambda: prepare_folder(self.checkpoints, is_new))
+        run_on_main_process(lambda: check_folder(self.checkpoints, is_new))
 
     # Set-up
 
@@ -173,14 +175,16 @@ class TrainingRun:
         self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds, self._images = 0.0, 0  # since the last log line
-        if self.config.output.resume_from_checkpoint is not None:
-            self._resume(self.config.output.resume_from_checkpoint)
-        self._report_settings()
-        self.optimizer_step.set_learning_rate(self.global_step)
-        evaluates = self.config.monitoring.eval_steps > 0
-        self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
-        self.write("the settings", self._write_settings)
-        self.write("the log", lambda: self.metrics.resume_at(self.global_step))
+        with self._released_on_errors():
+            if self.config.output.resume_from_checkpoint is not None:
+                self._resume(self.config.output.resume_from_checkpoint)
+            self._report_settings()
+            self.optimizer_step.set_learning_rate(self.global_step)
+            evaluates = self.config.monitoring.eval_steps > 0
+            self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
+            self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
+            self.write("the settings", self._write_settings)
+            self.write("the log", self._resume_log)
         if self.config.monitoring.report_to != "none":
             plain = {name: value for name, value in self.settings.items() if isinstance(value, int | float | str)}
             self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
@@ -243,7 +247,7 @@ class TrainingRun:
             rank=self.accelerator.process_index,
             num_workers=self.config.data.dataloader_num_workers,
         )
-        with self._progress_bar(), self.stop_signal.caught():
+        with self._released_on_errors(), self._progress_bar(), self.stop_signal.caught():
             self._started = time.perf_counter()
             # Counted from the first batch of this process, which begins a step also if the run was resumed.
             for count, batch in enumerate(self._readable(batches)):
@@ -371,7 +375,8 @@ class TrainingRun:
         run_on_main_process(attempt)
 
     def finish(self):
-        """End the trackers and the process group."""
+        """End the trackers and the process group, and release the folder."""
+        self._lock.release()
         # Release DDP first: torch waits forever if DDP is the last user of the process group.
         self.models.clear()
         self.accelerator.free_memory()
@@ -473,6 +478,7 @@ class TrainingRun:
 
     def _resume(self, which: str):
         path, skipped = run_on_main_process(lambda: self.checkpoints.find(which))
+        self._take_folder()
         for reason in skipped:
             self.accelerator.print(f"warning: {reason}")
         state = read_state(path)
@@ -493,9 +499,29 @@ class TrainingRun:
 
     # Output folder, settings and signals
 
+    def _take_folder(self):
+        """Lock the folder, and remove what a killed run left half-written."""
+        run_on_main_process(self._lock.acquire)
+        run_on_main_process(self.checkpoints.remove_leftovers)
+
+    @contextmanager
+    def _released_on_errors(self):
+        """Release the folder if the block raises."""
+        try:
+            yield
+        except GeneratorExit:  # the script has left the loop and may save
+            raise
+        except BaseException:
+            self._lock.release()
+            raise
+
     def _write_settings(self):
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / SETTINGS_FILE, self.settings)
+
+    def _resume_log(self):
+        if count := self.metrics.resume_at(self.global_step):
+            broken = self.metrics.broken_file
+            self.print(f"warning: moved {count} lines of {self.metrics.file} that cannot be read to {broken}")
 
     @contextmanager
     def _progress_bar(self):

@@ -14,7 +14,7 @@ from PIL import Image
 from scalelong_diffusers.hub import adapters
 from scalelong_diffusers.hub.model_card import CardFacts
 from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
-from scalelong_diffusers.training.checkpoints import replace_folder
+from scalelong_diffusers.training.checkpoints import PARTIAL, replace_folder
 
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _save_and_push(
 
 def _save_into(save: Callable[[Path], None], folder: Path):
     """Save into a temporary folder and move its content. The index comes last: it must not name missing folders."""
-    aside = folder / ".partial-pipeline"
+    aside = folder / f"{PARTIAL}pipeline"
     try:
         save(aside)
         for path in sorted(aside.iterdir(), key=lambda path: path.name == DiffusionPipeline.config_name):

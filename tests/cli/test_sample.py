@@ -351,3 +351,13 @@ def test_rejects_bad_input_with_one_line(sample, classes, unconditional, text, t
         assert all(part in line for part in parts), (name, line)
         assert "Traceback" not in errors
         assert not list(tmp_path.glob("out/*.png")), name
+
+
+@pytest.mark.slow
+def test_refuses_a_folder_that_another_process_writes_into(sample, error_of, unconditional, lock_holder, tmp_path):
+    folder = tmp_path / "images"
+    arguments = ("sample", unconditional, "--out", folder, "-n", 2, "--steps", 2)
+    with lock_holder(folder) as process:
+        assert f"{folder} is in use by process {process.pid} on " in error_of(*arguments)
+    assert sample(*arguments[1:])[0] == 0
+    assert sorted(path.name for path in folder.glob(".*")) == []

@@ -182,7 +182,7 @@ def test_image_that_becomes_unreadable_stops_the_run_with_its_name(train, make_i
     make_parent = Path.mkdir
 
     def damage_later(path, *args, **kwargs):
-        if path.name == ".partial-4":
+        if path.name == ".scalelong-partial-4":
             truncate(name)
         make_parent(path, *args, **kwargs)
 

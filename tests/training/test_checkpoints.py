@@ -55,7 +55,7 @@ def test_killed_while_writing(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     first = checkpoints.save(1, write_files)
     assert exit_code_of(checkpoints.save, 2, die_while_writing) == -signal.SIGKILL
-    assert names_in(tmp_path) == [".partial-2", "checkpoint-1"]
+    assert names_in(tmp_path) == [".scalelong-partial-2", "checkpoint-1"]
     assert checkpoints.find("latest") == (first, [])
     checkpoints.remove_leftovers()
     assert names_in(tmp_path) == ["checkpoint-1"]

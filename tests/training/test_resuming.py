@@ -87,13 +87,52 @@ def test_killed_while_writing_a_checkpoint(launch, train, finished, assert_same_
     monkeypatch.setattr(checkpoints, "sync", lambda path: (time.sleep(0.01), sync(path)))
     folder = tmp_path / "killed"
     running = launch(folder, max_train_steps=400, checkpointing_steps=1)
-    running.wait_until(lambda: count_lines(folder) > 4 and list(folder.glob(".partial-*")))
+    running.wait_until(lambda: count_lines(folder) > 4 and list(folder.glob(".scalelong-partial-*")))
     running.kill()
     monkeypatch.undo()
-    assert list(folder.glob(".partial-*"))
+    assert list(folder.glob(".scalelong-partial-*"))
     train(folder, **RESUME)
-    assert not list(folder.glob(".partial-*"))
+    assert not list(folder.glob(".scalelong-partial-*"))
     assert_same_run(folder, finished)
+
+
+def test_second_start_in_the_folder_of_a_run_is_refused(launch, train, tmp_path):
+    folder = tmp_path / "run"
+    running = launch(folder, processes=2, max_train_steps=4000, checkpointing_steps=20, logging_steps=50)
+    running.wait_until(lambda: (folder / "settings.json").exists())
+    in_use = f"run is in use by process {running.process.pids[0]} on "
+    with pytest.raises(UserError, match=in_use):
+        train(folder)
+    running.wait_until(lambda: (folder / "checkpoint-20").exists())
+    with pytest.raises(UserError, match=in_use):
+        train(folder, **RESUME)
+    assert running.process.poll() is None
+
+
+def test_damaged_lines_of_the_log_are_set_aside(train, stopped_at, finished, metrics_of, capsys):
+    folder = stopped_at(8)
+    lines = (finished / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:10]
+    damaged = {1: b'{"step": 2, "lo\xff": 0.5}\n', 3: b"5\n", 5: lines[5].replace(b'"step": 6', b'"step": 600')}
+    content = [damaged.get(number, line) for number, line in enumerate(lines)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(content) + b'{"step": 11, "lo')
+    train(folder, **RESUME)
+    expected = [line for line in metrics_of(finished) if line["step"] - 1 not in damaged]
+    assert metrics_of(folder) == expected
+    assert (folder / "metrics.jsonl.broken").read_bytes() == b"".join(damaged.values())
+    assert f"warning: moved 3 lines of {folder}/metrics.jsonl that cannot be read to" in capsys.readouterr().out
+
+
+def test_removes_only_its_own_leftovers(train, stopped_at, refused):
+    folder = stopped_at(8)
+    names = (".old-photos", ".partial-1", ".scalelong-old-checkpoint-4", ".scalelong-partial-12")
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text("a")
+    with pytest.raises(UserError, match="belongs to a run with other settings"):
+        train(folder, learning_rate=0.5, **RESUME)
+    assert all((folder / name).exists() for name in names[:2])
+    train(folder, **RESUME)
+    assert [(folder / name).exists() for name in names] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
@@ -295,7 +334,7 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(launch, train, sto
     assert "File too large" in last
     assert last.endswith(f"the last checkpoint is {folder / 'checkpoint-4'}")
     assert checkpoints_in(folder) == ["checkpoint-4"]
-    assert not list(folder.glob(".partial-*"))
+    assert not list(folder.glob(".scalelong-partial-*"))
     train(folder, **RESUME)
 
 
