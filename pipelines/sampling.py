@@ -18,6 +18,7 @@ from tqdm import tqdm
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.locks import locked
 from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import SamplingPipeline
@@ -116,7 +117,8 @@ class Sampling:
             run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
             if team.is_main_process:
                 columns = len(self._values) if 1 < len(self._values) <= 16 else None
-                first = [PIL.Image.open(image_file(self.folder, k)) for k in range(min(self.num_images, GRID_IMAGES))]
+                files = [image_file(self.folder, k) for k in range(min(self.num_images, GRID_IMAGES))]
+                first = [read_image(file, str(file)) for file in files]
                 save_image(grid(first, columns), self.folder / SAMPLE_GRID)
         return len(missing)
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # From bottom to top. A name is a module or a folder of modules.
 LAYERS = [
-    {"options", "errors", "files", "randomness", "processes", "internals", "download"},
+    {"options", "errors", "files", "randomness", "processes", "internals", "download", "image_files"},
     {"scaling"},
     {"models"},
     {"patching"},

@@ -1,52 +1,18 @@
-"""Decode image files and bring them to the size and channels of the model."""
+"""Bring images to the size and channels of the model."""
 
 from dataclasses import dataclass
-from io import BytesIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from scalelong_diffusers.data.batch import Draws
 from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.image_files import MAX_PIXELS
 
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-
-
-class UnreadableImage(UserError):
-    """An image cannot be used. The message names it."""
-
-    def with_skip_advice(self) -> "UnreadableImage":
-        return UnreadableImage(f"{self}; on_bad_image='skip' skips such images")
-
-
-def read_image(file: str | bytes) -> Image.Image:
-    """
-    Decode an image file, given by its path or content, and apply its EXIF orientation.
-
-    Raises a `UserError` with the reason if that fails. The reason does not name the file.
-    """
-    try:
-        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as image:
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            return _with_eight_bits(image)
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's decoders raise errors of many types
-        is_unknown = isinstance(error, Image.UnidentifiedImageError)
-        raise UserError("not an image that Pillow can open" if is_unknown else str(error)) from error
-
-
-def _with_eight_bits(image: Image.Image) -> Image.Image:
-    # Pillow's own conversion clips 16-bit values above 255.
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
-    if image.mode == "F":
-        raise UserError("floating-point pixels have an unknown range; convert the image to 8 or 16 bits")
-    return image
 
 
 def with_channels(image: Image.Image, channels: int) -> Image.Image:
@@ -127,6 +93,9 @@ class Transform:
         """Scale the shorter side to the resolution."""
         factor = self.resolution / min(image.size)
         size = tuple(max(self.resolution, round(side * factor)) for side in image.size)
+        if size[0] * size[1] > max(MAX_PIXELS, self.resolution**2):
+            given, scaled = (f"{width} x {height}" for width, height in (image.size, size))
+            raise UserError(f"its {given} pixels would be scaled to {scaled}")
         return image if size == image.size else image.resize(size, Image.Resampling[self.interpolation.upper()])
 
     def _crop(self, image: Image.Image, draws: Draws) -> np.ndarray:

@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 
 from scalelong_diffusers.data.batch import Batch, Draws
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.images import Transform, UnreadableImage
+from scalelong_diffusers.data.images import Transform
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, checksum
+from scalelong_diffusers.image_files import UnreadableImage
 
 
 FORMAT_VERSION = 3

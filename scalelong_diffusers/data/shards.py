@@ -35,6 +35,7 @@ from scalelong_diffusers.data.tables import (
 )
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
+from scalelong_diffusers.image_files import IMAGE_SUFFIXES
 
 
 _TAR_GROUP_SIZE = 64  # samples that are read together from a tar file, which has no row groups
@@ -142,7 +143,7 @@ class TarFile:
 
 
 def _tar_column_type(column: str) -> pa.DataType:
-    if f".{column}" in Image.registered_extensions():
+    if f".{column}" in IMAGE_SUFFIXES:
         return pa.binary()
     return pa.int64() if column == "cls" else pa.string()
 

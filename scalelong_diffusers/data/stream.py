@@ -20,8 +20,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from scalelong_diffusers.data.batch import Batch, Draws
-from scalelong_diffusers.data.images import Transform, UnreadableImage, to_pixel_values
+from scalelong_diffusers.data.images import Transform, to_pixel_values
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.image_files import UnreadableImage
 from scalelong_diffusers.randomness import generator_for
 
 

@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pat
 from datasets import Dataset, DatasetDict
+from huggingface_hub import constants
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.images import UnreadableImage, read_image
 from scalelong_diffusers.download import hub_errors
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import checksum
+from scalelong_diffusers.image_files import read_file, read_image
 from scalelong_diffusers.pipelines.sampling import is_sample_grid
 
 
@@ -101,6 +102,16 @@ def data_folder(config: DataConfig) -> tuple[Path, str]:
     if not folder.is_dir():
         raise UserError(f"train_data_dir: {config.train_data_dir} is not a folder")
     return folder, f"the folder {folder.name}"
+
+
+def dataset_folders(config: DataConfig) -> list[Path]:
+    """Return the folders in which the paths of a dataset must lie. For the Hub, these are the caches."""
+    if config.train_data_dir is None:
+        cache = Path(config.cache_dir or datasets.config.HF_DATASETS_CACHE)
+        return [folder.resolve() for folder in (Path(constants.HF_HUB_CACHE), cache)]
+    folder, _ = data_folder(config)
+    # A folder made by `hf download` has links to the blobs of its repository.
+    return [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
 
 
 def _load_folder(config: DataConfig) -> tuple[dict[str, Dataset], str]:
@@ -208,6 +219,7 @@ class ImageTable:
         # Keep the dataset instead of its table: it is pickled for workers as the name of its file.
         self._dataset = dataset
         self._where = where
+        self._folders = dataset_folders(config)
         self._columns = find_columns(dataset.column_names, config, needs_labels, needs_captions, where)
         kind = self._column("image").type
         is_file = pat.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
@@ -224,10 +236,7 @@ class ImageTable:
         return len(self._dataset)
 
     def image(self, index: int) -> Image.Image:
-        try:
-            return read_image(self._file(index))
-        except UserError as error:
-            raise UnreadableImage(f"{self.name(index)} cannot be read: {error}") from error
+        return read_image(self._file(index), self.name(index), self._folders)
 
     def _file(self, index: int) -> bytes | str:
         """Return the content of an image file, or its path if the content is not stored."""
@@ -254,14 +263,18 @@ class ImageTable:
         parts += [repr(_names_and_sizes(chunk)) for chunk in self._column("image").chunks]
         for index in np.linspace(0, len(self) - 1, 16).astype(int).tolist():
             file = self._file(index)
-            if isinstance(file, str):
-                file = Path(file).read_bytes() if os.path.exists(file) else b""
-            parts.append(file)
+            parts.append(file if isinstance(file, bytes) else self._content(file))
         if self.labels is not None:
             parts.append(self.labels.tobytes())
         if "caption" in self._columns:
             parts += [repr(chunk.to_pylist()) for chunk in self._column("caption").chunks]
         return checksum(*parts)
+
+    def _content(self, path: str) -> bytes:
+        try:
+            return read_file(path, self._folders)
+        except (OSError, ValueError):  # reading the image reports it, if the image is used
+            return b""
 
     def _column(self, kind: str) -> pa.ChunkedArray:
         return self._dataset.data.column(self._columns[kind])

@@ -8,12 +8,13 @@ import numpy as np
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.data.images import Transform, UnreadableImage, fixed_permutation, is_gray, spread_indices
+from scalelong_diffusers.data.images import Transform, fixed_permutation, is_gray, spread_indices
 from scalelong_diffusers.data.precomputed import PrecomputedDataset, PrecomputedRows
 from scalelong_diffusers.data.shapes import Shapes
 from scalelong_diffusers.data.stream import ImageRows, RowGroups, Rows, ShardStream, Source, Stream, Tokenizer
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
+from scalelong_diffusers.image_files import UnreadableImage
 
 
 # Numbers of the training and validation images. The latter belong to the validation source, if there is one.

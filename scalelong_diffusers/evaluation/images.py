@@ -9,15 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import constants
-from PIL import Image
 
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.data.images import (
     Transform,
-    UnreadableImage,
     fixed_permutation,
     is_gray,
-    read_image,
     spread_indices,
     with_channels,
 )
@@ -27,6 +24,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.metrics import SUFFIXES
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.files import checksum
+from scalelong_diffusers.image_files import IMAGE_SUFFIXES, UnreadableImage, read_image
 from scalelong_diffusers.pipelines.sampling import image_file, is_sample_grid, read_sample_settings, sampled_numbers
 
 
@@ -40,9 +38,9 @@ class ImageFiles:
 
     def __init__(self, files: list[Path]):
         self.files = files
-        self.width, self.height = _read(files[0]).size
+        self.width, self.height = read_image(files[0], str(files[0])).size
         # By storage mode: the black images of a diverged model are color images.
-        is_gray = all(_read(files[k]).mode in ("1", "L") for k in spread_indices(len(files)))
+        is_gray = all(read_image(files[k], str(files[k])).mode in ("1", "L") for k in spread_indices(len(files)))
         self.channels = 1 if is_gray else 3
 
     @classmethod
@@ -85,7 +83,7 @@ class ImageFiles:
             yield torch.stack([self._pixels(file) for file in self.files[start : start + batch_size]])
 
     def _pixels(self, file: Path) -> torch.Tensor:
-        image = _read(file)
+        image = read_image(file, str(file))
         if image.size != (self.width, self.height):
             first = f"{self.files[0]} ({self.width} x {self.height} pixels)"
             raise UnreadableImage(f"{file} ({image.width} x {image.height} pixels) must have the size of {first}")
@@ -95,14 +93,7 @@ class ImageFiles:
 def _is_image(path: Path) -> bool:
     """Return whether a path inside a folder has the name of an image and is not hidden."""
     is_hidden = any(part.startswith(".") for part in path.parts)
-    return not is_hidden and path.suffix.lower() in Image.registered_extensions()
-
-
-def _read(file: Path) -> Image.Image:
-    try:
-        return read_image(str(file))
-    except ValueError as error:
-        raise UnreadableImage(f"{file} cannot be read: {error}") from error
+    return not is_hidden and path.suffix.lower() in IMAGE_SUFFIXES
 
 
 def default_cache_dir() -> Path:

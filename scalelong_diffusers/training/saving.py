@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusers import DiffusionPipeline
-from PIL import Image
 
 from scalelong_diffusers.hub import adapters
 from scalelong_diffusers.hub.model_card import CardFacts
 from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
+from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.training.checkpoints import PARTIAL, replace_folder
 
 
@@ -90,7 +90,7 @@ def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: M
             "EMA": options.ema_decay if options.use_ema else "no",
         },
         "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
-        "samples": Image.open(grids[-1]) if grids else None,
+        "samples": read_image(grids[-1], str(grids[-1])) if grids else None,
         **card,
     }
     repo_id = _repo_id(run)

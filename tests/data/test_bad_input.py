@@ -211,7 +211,8 @@ COLUMNS = {
     ),
     "an image is missing": (
         {"image": "png and none"}, {},
-        "row 1 of the folder saved cannot be read: not an image that Pillow can open; on_bad_image='skip'",
+        "row 1 of the folder saved cannot be read: not a PNG, JPEG, WebP, GIF, BMP or TIFF image "
+        "(it is empty); on_bad_image='skip'",
     ),
 }  # fmt: skip
 
@@ -264,7 +265,8 @@ class TestUnreadableImages:
         with pytest.raises(UnreadableImage) as caught:
             load(train_data_dir=half_broken)
         assert re.fullmatch(
-            rf"{re.escape(str(half_broken))}/\d[02468]\.png cannot be read: not an image that Pillow can open; "
+            rf"{re.escape(str(half_broken))}/\d[02468]\.png cannot be read: "
+            r"not a PNG, JPEG, WebP, GIF, BMP or TIFF image \(it starts with b'broken'\); "
             "on_bad_image='skip' skips such images",
             str(caught.value),
         )
@@ -278,8 +280,8 @@ class TestUnreadableImages:
         with pytest.raises(UnreadableImage) as caught:
             for _ in data.train.batches(4, num_steps=6, num_workers=num_workers):
                 pass
-        advice = "on_bad_image='skip' skips such images"
-        assert str(caught.value) == f"{broken} cannot be read: not an image that Pillow can open; {advice}"
+        reason = "not a PNG, JPEG, WebP, GIF, BMP or TIFF image (it starts with b'broken')"
+        assert str(caught.value) == f"{broken} cannot be read: {reason}; on_bad_image='skip' skips such images"
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_skips_and_replaces_them(self, load, half_broken, numbers, num_workers):

@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 
 from scalelong_diffusers.data.batch import Draws
-from scalelong_diffusers.data.images import Transform, is_gray, read_image, to_pixel_values, with_channels
+from scalelong_diffusers.data.images import Transform, is_gray, to_pixel_values, with_channels
+from scalelong_diffusers.image_files import read_image
 
 
 DRAWS = Draws(0, "train", 0)
@@ -23,7 +24,7 @@ def file(tmp_path):
 
 
 def read(path, channels):
-    return np.asarray(with_channels(read_image(path), channels))
+    return np.asarray(with_channels(read_image(path, "it"), channels))
 
 
 def one_color(mode, color):
@@ -110,8 +111,8 @@ def test_is_gray_looks_at_the_pixels():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"hello", "not an image that Pillow can open"),
-        (b"", "not an image that Pillow can open"),
+        (b"hello", r"^it cannot be read: not a PNG, JPEG, WebP, GIF, BMP or TIFF image \(it starts with b'hello'\)"),
+        (b"", r"^it cannot be read: not a PNG, JPEG, WebP, GIF, BMP or TIFF image \(it is empty\)"),
         (None, r"No such file or directory: .*"),
     ],
 )
@@ -120,7 +121,7 @@ def test_rejects_files_that_are_not_images(tmp_path, content, reason):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{reason}$"):
-        read_image(str(path))
+        read_image(str(path), "it")
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "bmp", "tif", "webp"])
@@ -129,13 +130,13 @@ def test_rejects_truncated_files(file, tmp_path, suffix):
     path = file(Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)), f"image.{suffix}")
     content = (tmp_path / f"image.{suffix}").read_bytes()
     with pytest.raises(ValueError, match=r"\w"):
-        read_image(content[: len(content) // 2])
-    assert read_image(path).size == (64, 64)
+        read_image(content[: len(content) // 2], "it")
+    assert read_image(path, "it").size == (64, 64)
 
 
 def test_rejects_floating_point_pixels(file):
     with pytest.raises(ValueError, match="floating-point pixels have an unknown range"):
-        read_image(file(Image.new("F", (2, 2)), "image.tif"))
+        read_image(file(Image.new("F", (2, 2)), "image.tif"), "it")
 
 
 def ramp(width, height):

@@ -296,7 +296,9 @@ def test_rejects_invalid_members(load_samples, png, files, message):
 def test_sample_without_the_image_column_is_unreadable(load_samples, png):
     samples = [{"png": png((number, 0, 0))} for number in range(20)]
     samples[7] = {"jpg": png()}
-    message = r"row 7 of row group 0 of a\.tar cannot be read: not an image that Pillow can open"
+    message = (
+        r"row 7 of row group 0 of a\.tar cannot be read: not a PNG, JPEG, WebP, GIF, BMP or TIFF image \(it is empty\)"
+    )
     with pytest.raises(UserError, match=message):
         list(load_samples(samples).train.batches(4, num_steps=5))
     batches = list(load_samples(samples, on_bad_image="skip").train.batches(3, num_steps=6))

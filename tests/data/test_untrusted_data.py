@@ -1,0 +1,183 @@
+"""Datasets from strangers: they start no program, read no other files, and neither hang nor fill the memory."""
+
+import io
+import json
+import os
+import re
+import struct
+import tarfile
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from scalelong_diffusers.data import UnreadableImage
+from scalelong_diffusers.evaluation.images import ImageFiles
+from scalelong_diffusers.image_files import read_image
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+NOT_ACCEPTED = r"not a PNG, JPEG, WebP, GIF, BMP or TIFF image \(it starts with b'%!PS-Adobe-3\.0 E'\)"
+
+
+def huge_png(width, height):
+    """Return a valid PNG of black pixels, which is much smaller than its pixels."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    packer = zlib.compressobj(1)
+    rows = b"".join(packer.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch):
+    """Put a program named gs on the PATH and return the file that it creates."""
+    started = tmp_path / "started"
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # Pillow remembers whether there is one
+    return started
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Write images and other columns to a parquet file and return its folder."""
+
+    def write(images, folder="rows", **others):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        image = pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+        pq.write_table(pa.table({"image": image, **others}), tmp_path / folder / "a.parquet")
+        return tmp_path / folder
+
+    return write
+
+
+class TestFormats:
+    @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+    def test_reads_the_first_frame(self, kind):
+        frames = [Image.new("RGB", (8, 8), color) for color in ("black", "white")]
+        content = io.BytesIO()
+        frames[0].save(content, kind, **({"save_all": True, "append_images": frames[1:]} if kind == "GIF" else {}))
+        assert read_image(content.getvalue(), "it").convert("RGB").getpixel((0, 0)) == (0, 0, 0)
+
+    @pytest.mark.parametrize("kind", ["PPM", "TGA", "ICO", "JPEG2000", "PCX", "EPS"])
+    def test_rejects_other_formats(self, kind):
+        content = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(content, kind)
+        with pytest.raises(UnreadableImage, match=r"^it cannot be read: not a PNG, JPEG"):
+            read_image(content.getvalue(), "it")
+
+    def test_no_source_starts_ghostscript(self, load, image_folder, rows, tmp_path, ghostscript):
+        folder = image_folder(["0.png", "1.png"])
+        for file in folder.iterdir():
+            file.write_bytes(EPS)
+        with pytest.raises(UnreadableImage, match=rf"[01]\.png cannot be read: {NOT_ACCEPTED}; on_bad_image"):
+            load(train_data_dir=folder)
+        with pytest.raises(UnreadableImage, match=rf"[01]\.png cannot be read: {NOT_ACCEPTED}$"):
+            ImageFiles.of_folder(folder, None)
+        table = rows([{"bytes": EPS, "path": "0.png"}] * 4)
+        for streaming in (False, True):
+            with pytest.raises(UnreadableImage, match=rf"row \d of .* cannot be read: {NOT_ACCEPTED}; on_bad_image"):
+                load(train_data_dir=table, streaming=streaming)
+        tar_folder = write_tar(tmp_path / "tar", {"0.png": EPS, "1.png": EPS})
+        with pytest.raises(UnreadableImage, match=rf"a\.tar cannot be read: {NOT_ACCEPTED}; on_bad_image"):
+            load(train_data_dir=tar_folder, streaming=True)
+        assert not ghostscript.exists()
+
+
+class TestPaths:
+    @pytest.fixture
+    def secret(self, tmp_path):
+        file = tmp_path / "secret.png"
+        Image.new("RGB", (8, 8), (1, 2, 3)).save(file)
+        return file
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    @pytest.mark.parametrize("form", ["absolute", "relative", "link"])
+    def test_rows_cannot_name_files_outside(self, load, rows, secret, streaming, form):
+        path = {"absolute": str(secret), "relative": "../secret.png", "link": "link.png"}[form]
+        folder = rows([{"bytes": None, "path": path}] * 4)
+        (folder / "link.png").symlink_to(secret)
+        message = f"{path} cannot be read: it is outside of the dataset's folder {folder}"
+        with pytest.raises(UnreadableImage, match=re.escape(message)):
+            load(train_data_dir=folder, streaming=streaming)
+
+    def test_rows_can_name_files_inside(self, load, rows, image_folder, tmp_path, numbers):
+        image_folder(["0.png", "1.png"], folder="rows/images")
+        inside = [{"bytes": None, "path": "images/0.png"}, {"bytes": None, "path": f"{tmp_path}/rows/images/1.png"}]
+        data = load(train_data_dir=rows(inside))
+        [train], [validation] = data.train.batches(1, num_steps=1), data.validation.batches(1)
+        assert sorted(numbers(train) + numbers(validation)) == [0, 1]
+
+    def test_metadata_cannot_name_links_to_files_outside(self, load, image_folder, secret):
+        folder = image_folder(["0.png", "1.png"])
+        (folder / "2.png").symlink_to(secret)
+        lines = [json.dumps({"file_name": f"{k}.png", "text": "a"}) for k in range(3)]
+        (folder / "metadata.jsonl").write_text("\n".join(lines))
+        with pytest.raises(UnreadableImage, match=r"2\.png cannot be read: it is outside of the dataset's folder"):
+            load(train_data_dir=folder)
+
+    def test_links_into_the_blobs_of_a_downloaded_repository_are_inside(self, load, image_folder, tmp_path):
+        image_folder(["0.png", "1.png"], folder="repo/blobs")
+        folder = tmp_path / "repo" / "snapshots" / "main"
+        folder.mkdir(parents=True)
+        for k in range(2):
+            (folder / f"{k}.png").symlink_to(f"../../blobs/{k}.png")
+        assert load(train_data_dir=folder).description == "the folder main, 2 images"
+
+    @pytest.mark.parametrize("kind", ["fifo", "folder"])
+    def test_rows_must_name_regular_files(self, load, rows, kind):
+        folder = rows([{"bytes": None, "path": "0.png"}] * 4)
+        (os.mkfifo if kind == "fifo" else os.mkdir)(folder / "0.png")
+        with pytest.raises(UnreadableImage, match=r"0\.png cannot be read: it is not a regular file; on_bad_image"):
+            load(train_data_dir=folder)
+
+    def test_names_that_the_system_rejects(self, load, rows):
+        for path in ("a\0b.png", "a" * 5000):
+            with pytest.raises(UnreadableImage, match="cannot be read: "):
+                load(train_data_dir=rows([{"bytes": None, "path": path}] * 4))
+
+    def test_devices_are_not_read(self):
+        with pytest.raises(UnreadableImage, match="/dev/zero cannot be read: it is not a regular file"):
+            read_image("/dev/zero", "/dev/zero")
+
+
+class TestSizes:
+    def test_rejects_large_files_without_reading_them(self, load, image_folder):
+        folder = image_folder(["0.png", "1.png"])
+        for k in range(2):
+            os.truncate(folder / f"{k}.png", 2**40)
+        with pytest.raises(UnreadableImage, match=r"it has 1,099,511,627,776 bytes; at most 268,435,456 are accepted"):
+            load(train_data_dir=folder)
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("width", [10_001, 20_000])
+    def test_rejects_images_with_too_many_pixels(self, width):
+        with pytest.raises(UnreadableImage, match="it cannot be read: it has more than 100,000,000 pixels, the limit"):
+            read_image(huge_png(width, 10_000), "it")
+
+    def test_rejects_narrow_images_that_scaling_would_blow_up(self, load, tmp_path):
+        (tmp_path / "narrow").mkdir()
+        for k in range(2):
+            (tmp_path / "narrow" / f"{k}.png").write_bytes(huge_png(1, 2_000_000))
+        message = r"\d\.png cannot be used: its 1 x 2000000 pixels would be scaled to 64 x 128000000; on_bad_image"
+        with pytest.raises(UnreadableImage, match=message):
+            load(train_data_dir=tmp_path / "narrow", resolution=64)
+
+
+def write_tar(folder, files):
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return folder
