@@ -6,7 +6,7 @@ Opening a dataset reads only the footers of its parquet files or the headers of 
 
 import os
 import tarfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,11 +23,13 @@ from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
+from scalelong_diffusers.data.folders import Kind, count_suffixes, describe_ignored, list_files
 from scalelong_diffusers.data.stream import RowGroups
 from scalelong_diffusers.data.tables import (
     ImageTable,
     data_folder,
     dataset_errors,
+    dataset_folders,
     files_by_split,
     find_columns,
     one_line,
@@ -290,7 +292,8 @@ def _shard_errors(where: str):
 
 def open_shards(config: DataConfig, needs_labels: bool, needs_captions: bool) -> tuple[ShardTable, ShardTable | None]:
     """Open the training split, and the validation split if there is one with labels."""
-    files, where, features = _hub_files(config) if config.train_data_dir is None else _folder_files(config)
+    found = _hub_files(config) if config.train_data_dir is None else _folder_files(config)
+    files, where, features, ignored = found
 
     def open_split(files: list[str], where: str, train: ShardTable | None = None) -> ShardTable:
         table = ShardTable(files, where, config, needs_labels, needs_captions, features, classes_of=train)
@@ -298,18 +301,21 @@ def open_shards(config: DataConfig, needs_labels: bool, needs_captions: bool) ->
             table.locate(0)  # raises `MissingLabel` if the split has no labels
         return table
 
-    return open_splits(files, where, open_split)
+    train, validation = open_splits(files, where, open_split)
+    train.description += describe_ignored(ignored)
+    return train, validation
 
 
-def _folder_files(config: DataConfig) -> tuple[dict[str, list[str]], str, None]:
+def _folder_files(config: DataConfig) -> tuple[dict[str, list[str]], str, None, Counter[Kind]]:
     folder, where = data_folder(config)
-    files = files_by_split(folder, ".parquet") or files_by_split(folder, ".tar")
+    found, ignored = list_files(folder, dataset_folders(config))
+    files = files_by_split(found, ".parquet") or files_by_split(found, ".tar")
     if not files:
         raise UserError(f"{where} has no parquet or tar files to stream; folders of images need no streaming")
-    return files, where, None
+    return files, where, None, ignored + count_suffixes(set(found).difference(*files.values()))
 
 
-def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.Features | None]:
+def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.Features | None, Counter[Kind]]:
     name = config.dataset_name
     with dataset_errors(config):
         builder = datasets.load_dataset_builder(
@@ -320,4 +326,4 @@ def _hub_files(config: DataConfig) -> tuple[dict[str, list[str]], str, datasets.
     if other is not None:
         advice = "only parquet files can be streamed from the Hub; try dataset_revision='refs/convert/parquet'"
         raise UserError(f"{name} has {os.path.basename(other)}, and {advice}")
-    return files, name, builder.info.features
+    return files, name, builder.info.features, Counter()

@@ -6,6 +6,7 @@ Images are decoded here and not by `datasets`, so that error messages can name t
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,19 @@ from huggingface_hub import constants
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
-from scalelong_diffusers.download import hub_errors
+from scalelong_diffusers.data.folders import (
+    LINK_OUT,
+    SPECIAL_FILE,
+    Kind,
+    count_suffixes,
+    describe_ignored,
+    list_files,
+    list_kinds,
+)
+from scalelong_diffusers.download import hub_errors, read_json
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import checksum
-from scalelong_diffusers.image_files import read_file, read_image
+from scalelong_diffusers.image_files import IMAGE_SUFFIXES, read_file, read_image, resolve_inside
 from scalelong_diffusers.pipelines.sampling import is_sample_grid
 
 
@@ -40,18 +50,22 @@ _METADATA_ADVICE = {
 }
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SPLITS = ("train", *VALIDATION_SPLITS)
+_METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def open_tables(
     config: DataConfig, needs_labels: bool, needs_captions: bool
 ) -> tuple["ImageTable", "ImageTable | None"]:
     """Open the training split, and the validation split if there is one with labels."""
-    splits, where = _load_hub(config) if config.train_data_dir is None else _load_folder(config)
+    loaded = _load_hub(config) if config.train_data_dir is None else _load_folder(config, needs_labels)
+    splits, where, ignored = loaded
 
     def open_split(rows: Dataset, where: str, train: ImageTable | None = None) -> ImageTable:
         return ImageTable(rows, where, config, needs_labels, needs_captions, classes_of=train)
 
-    return open_splits(splits, where, open_split)
+    train, validation = open_splits(splits, where, open_split)
+    train.description += describe_ignored(ignored)
+    return train, validation
 
 
 def open_splits(splits: dict[str, Any], where: str, open_split: Callable[..., Any]) -> tuple[Any, Any | None]:
@@ -67,11 +81,11 @@ def open_splits(splits: dict[str, Any], where: str, open_split: Callable[..., An
     return train, None
 
 
-def _load_hub(config: DataConfig) -> tuple[dict[str, Dataset], str]:
+def _load_hub(config: DataConfig) -> tuple[dict[str, Dataset], str, Counter[Kind]]:
     name, revision = config.dataset_name, config.dataset_revision
     with dataset_errors(config):
         splits = datasets.load_dataset(name, config.dataset_config_name, revision=revision, cache_dir=config.cache_dir)
-    return splits, name
+    return splits, name, Counter()
 
 
 @contextmanager
@@ -114,10 +128,20 @@ def dataset_folders(config: DataConfig) -> list[Path]:
     return [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
 
 
-def _load_folder(config: DataConfig) -> tuple[dict[str, Dataset], str]:
+def _load_folder(config: DataConfig, needs_labels: bool) -> tuple[dict[str, Dataset], str, Counter[Kind]]:
+    """Return the splits of a folder, how messages name it, and the numbers of files that are ignored."""
     folder, where = data_folder(config)
+    files, ignored = list_files(folder, dataset_folders(config))
     try:
-        return _open_folder(folder, config), where
+        if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            return _load_saved(folder, files, ignored, where), where, Counter()
+        if parquet := files_by_split(files, ".parquet"):
+            ignored += count_suffixes(set(files).difference(*parquet.values()))
+            return _load_files("parquet", parquet, config), where, ignored
+        loaded, others = _load_images(folder, files, config, needs_labels, where)
+        return loaded, where, ignored + others
+    except UserError:
+        raise
     except (ValueError, OSError, IndexError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
         reason = "it has no images" if isinstance(error, IndexError) else one_line(error)
         several = "from string to array" in reason or "from array to string" in reason
@@ -125,37 +149,71 @@ def _load_folder(config: DataConfig) -> tuple[dict[str, Dataset], str]:
         raise UserError(f"cannot load {where}: {reason}{advice}") from error
 
 
-def _open_folder(folder: Path, config: DataConfig) -> dict[str, Dataset]:
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        saved = datasets.load_from_disk(str(folder))
-        return saved if isinstance(saved, DatasetDict) else {"train": saved}
-    if parquet := files_by_split(folder, ".parquet"):
-        kind, data_files = "parquet", {split: list(map(glob.escape, files)) for split, files in parquet.items()}
-    else:
-        kind, data_files = "imagefolder", _split_images(folder)
-    loaded = datasets.load_dataset(kind, data_files=data_files, cache_dir=config.cache_dir)
-    if kind == "imagefolder":
-        for split, images in loaded.items():
-            paths = pc.struct_field(images.data.column("image"), "path").to_pylist()
-            kept = [row for row, path in enumerate(paths) if not is_sample_grid(path)]
-            if len(kept) < len(paths):
-                loaded[split] = images.select(kept).flatten_indices()
-    return loaded
+def _load_files(kind: str, files: dict[str, list[str]], config: DataConfig) -> dict[str, Dataset]:
+    escaped = {split: [glob.escape(file) for file in names] for split, names in files.items()}
+    return datasets.load_dataset(kind, data_files=escaped, cache_dir=config.cache_dir)
 
 
-def _files(folder: Path) -> list[str]:
-    """Return all files below a folder, except for hidden ones."""
-    found = []
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(where, name) for name in names if not name.startswith(".")]
-    return found
+def _load_saved(folder: Path, files: list[str], ignored: Counter[Kind], where: str) -> dict[str, Dataset]:
+    """Load a dataset that `datasets` saved. Its paths are checked first, because `datasets` follows any path."""
+    if unsafe := +Counter({kind: ignored[kind] for kind in (LINK_OUT, SPECIAL_FILE)}):
+        raise UserError(f"{where} must have only regular files, got {list_kinds(unsafe)}")
+    paths = [folder / split for split in (read_json(folder, "dataset_dict.json") or {}).get("splits", ())]
+    for state in (Path(file) for file in files if os.path.basename(file) == "state.json"):
+        paths += [state.parent / data["filename"] for data in read_json(state.parent, state.name)["_data_files"]]
+    for path in paths:
+        try:
+            resolve_inside(path, [folder])
+        except UserError as error:
+            raise UserError(f"{where} cannot be read because of {path}: {error}") from error
+    saved = datasets.load_from_disk(str(folder))
+    return saved if isinstance(saved, DatasetDict) else {"train": saved}
 
 
-def files_by_split(folder: Path, ending: str) -> dict[str, list[str]]:
+def _load_images(
+    folder: Path, files: list[str], config: DataConfig, needs_labels: bool, where: str
+) -> tuple[dict[str, Dataset], Counter[Kind]]:
+    """Load a folder of images, and count the files that are ignored."""
+    images = [file for file in files if file.lower().endswith(IMAGE_SUFFIXES) and not is_sample_grid(file)]
+    metadata = [file for file in files if os.path.basename(file) in _METADATA_FILES]
+    splits = _image_splits(folder)
+    by_split = {
+        split: [file for file in images + metadata if file.startswith(f"{folder / split}{os.sep}")] for split in splits
+    } or {"train": images + metadata}
+    used = set().union(*by_split.values())
+    used_images = [file for file in images if file in used]
+    ignored = count_suffixes(set(files).difference(images, used))
+    ignored["image", f" outside of the splits {', '.join(splits)}"] = len(images) - len(used_images)
+    if not used_images:
+        accepted = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise UserError(f"{where} has no images{describe_ignored(ignored)}; accepted: {accepted}")
+    has_metadata = not used.isdisjoint(metadata)
+    if needs_labels and not has_metadata:
+        _check_depths(used_images, folder, where)
+    loaded = _load_files("imagefolder", by_split, config)
+    if has_metadata:
+        ignored["image", " without an entry in the metadata"] = len(set(used_images) - _paths(loaded))
+    return loaded, ignored
+
+
+def _paths(splits: dict[str, Dataset]) -> set[str]:
+    """Return the paths of all images that the metadata names."""
+    columns = [rows.data.column("image") for rows in splits.values() if "image" in rows.column_names]
+    return {path for column in columns for path in pc.struct_field(column, "path").to_pylist()}
+
+
+def _check_depths(images: list[str], folder: Path, where: str):
+    """Check that all images are at the same depth. Otherwise `datasets` ignores the class folders."""
+    [(usual, _), *others] = Counter(file.count(os.sep) for file in images).most_common()
+    if others:
+        strays = [os.path.relpath(file, folder) for file in images if file.count(os.sep) != usual]
+        count = f"{len(strays):,} image{'s' * (len(strays) != 1)} at another depth than the others"
+        raise UserError(f"{where} has {count}, such as {strays[0]}; put each image directly into its class folder")
+
+
+def files_by_split(files: list[str], ending: str) -> dict[str, list[str]]:
     """Group files by the split in their name (train-00000-of-00004.parquet). Without splits, all are for training."""
-    names = (path for path in _files(folder) if path.endswith(ending))
-    files = sorted(path for path in names if os.path.basename(path) != "metadata.parquet")
+    files = [path for path in files if path.endswith(ending) and os.path.basename(path) not in _METADATA_FILES]
     splits = {}
     for path in files:
         splits.setdefault(Path(path).stem.split("-")[0], []).append(path)
@@ -163,18 +221,16 @@ def files_by_split(folder: Path, ending: str) -> dict[str, list[str]]:
     return named or ({"train": files} if files else {})
 
 
-def _split_images(folder: Path) -> dict[str, str]:
+def _image_splits(folder: Path) -> list[str]:
     """
     Return the splits of an image folder: its subfolders train, validation and test. Without them, all is for training.
 
     A single folder with such a name next to other folders is a class, such as pictures of trains.
     """
-    names = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    subfolders = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    names = {path.name for path in subfolders if not path.name.startswith(".")}
     splits = [name for name in _SPLITS if name in names]
-    root = glob.escape(str(folder))
-    if "train" in splits and (len(splits) > 1 or len(names) == 1):
-        return {name: f"{root}/{name}/**" for name in splits}
-    return {"train": f"{root}/**"}
+    return splits if "train" in splits and (len(splits) > 1 or len(names) == 1) else []
 
 
 def one_line(error: BaseException) -> str:

@@ -8,12 +8,14 @@ import struct
 import tarfile
 import zlib
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from scalelong_diffusers.data import UnreadableImage
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.images import ImageFiles
 from scalelong_diffusers.image_files import read_image
 
@@ -92,6 +94,12 @@ class TestFormats:
             load(train_data_dir=tar_folder, streaming=True)
         assert not ghostscript.exists()
 
+    def test_folders_ignore_other_files(self, load, image_folder, ghostscript):
+        folder = image_folder(["0.png", "1.png"])
+        (folder / "2.eps").write_bytes(EPS)
+        assert load(train_data_dir=folder).description == "the folder pictures, 2 images (ignored: 1 .eps file)"
+        assert not ghostscript.exists()
+
 
 class TestPaths:
     @pytest.fixture
@@ -149,6 +157,29 @@ class TestPaths:
         with pytest.raises(UnreadableImage, match="/dev/zero cannot be read: it is not a regular file"):
             read_image("/dev/zero", "/dev/zero")
 
+    def test_folders_of_images_ignore_pipes_and_links_outside(self, load, image_folder, secret):
+        folder = image_folder(["0.png", "1.png"])
+        os.mkfifo(folder / "2.png")
+        os.mkfifo(folder / "metadata.jsonl")
+        os.mkfifo(folder / "dataset_dict.json")
+        os.mkfifo(folder / "a.parquet")
+        (folder / "3.png").symlink_to(secret)
+        ignored = "ignored: 4 special files, 1 link out of the folder"
+        assert load(train_data_dir=folder).description == f"the folder pictures, 2 images ({ignored})"
+
+    def test_saved_datasets_cannot_name_files_outside(self, load, saved, png, tmp_path):
+        saved({"image": [png()] * 4}, folder="other")
+        folder = saved({"image": [png()] * 4})
+        state = json.loads((folder / "state.json").read_text())
+        state["_data_files"] = [{"filename": "../other/data-00000-of-00001.arrow"}]
+        (folder / "state.json").write_text(json.dumps(state))
+        with pytest.raises(UserError, match=r"^the folder saved cannot be read because of .*\.arrow: it is"):
+            load(train_data_dir=folder)
+        next(folder.glob("*.arrow")).unlink()
+        os.mkfifo(folder / "data-00000-of-00001.arrow")
+        with pytest.raises(UserError, match=r"^the folder saved must have only regular files, got 1 special file$"):
+            load(train_data_dir=folder)
+
 
 class TestSizes:
     def test_rejects_large_files_without_reading_them(self, load, image_folder):
@@ -181,3 +212,47 @@ def write_tar(folder, files):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return folder
+
+
+class TestIgnoredFiles:
+    def test_counts_them_by_kind(self, load, image_folder, tmp_path):
+        folder = image_folder(["cat/1.png", "cat/2.png", "dog/3.png"])
+        (tmp_path / "more").mkdir()
+        (folder / "eel").mkdir()
+        (folder / "emu").symlink_to(tmp_path / "more")
+        (folder / "cat" / "4.png").symlink_to("nowhere")
+        for name in ("a.heic", "b.HEIC", "c.svg", "LICENSE", ".hidden"):
+            (folder / "dog" / name).write_text("nothing")
+        data = load(train_data_dir=folder, needs_labels=True)
+        assert data.class_names == ["cat", "dog"]
+        assert data.description == (
+            "the folder pictures, 3 images (ignored: 2 .heic files, 1 .svg file, 1 broken link, 1 empty folder, "
+            "1 file without a suffix, 1 linked folder)"
+        )
+
+    def test_counts_images_without_metadata(self, load, image_folder):
+        folder = image_folder(["0.png", "1.png", "2.png", "3.png"])
+        (folder / "metadata.jsonl").write_text('{"file_name": "0.png"}\n{"file_name": "2.png"}\n')
+        description = "the folder pictures, 2 images (ignored: 2 images without an entry in the metadata)"
+        assert load(train_data_dir=folder).description == description
+
+    def test_counts_files_next_to_splits_and_tables(self, load, image_folder, png, tmp_path):
+        folder = image_folder(["train/0.png", "train/1.png", "test/2.png", "other/3.png", "4.png"])
+        description = "the folder pictures, 2 images (ignored: 2 images outside of the splits train, test)"
+        assert load(train_data_dir=folder).description == description
+        table = datasets.Dataset.from_dict({"image": [png()] * 4}, features=datasets.Features(image=datasets.Image()))
+        for name in ("train-0", "extra"):
+            table.to_parquet(folder / f"{name}.parquet")
+        for streaming in (False, True):
+            found = load(train_data_dir=folder, streaming=streaming).description
+            assert found.endswith(" (ignored: 5 .png files, 1 .parquet file)")
+
+    def test_names_images_outside_of_class_folders(self, load, image_folder):
+        folder = image_folder(["a/a.png", "b/b.png", "loose.png"])
+        message = (
+            "the folder pictures has 1 image at another depth than the others, such as loose.png; put each image "
+            "directly into its class folder"
+        )
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            load(train_data_dir=folder, needs_labels=True)
+        assert load(train_data_dir=folder).description == "the folder pictures, 3 images"
