@@ -57,14 +57,9 @@ def read_file(path: str | Path, folders: Sequence[Path] = ()) -> bytes:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # a pipe would block, and a device may never end
         raise UserError("it is not a regular file")
-    check_size(status.st_size)
+    if status.st_size > MAX_FILE_BYTES:
+        raise UserError(f"it has {status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are accepted")
     return Path(path).read_bytes()
-
-
-def check_size(size: int):
-    """Raise a `UserError` if a file is too large."""
-    if size > MAX_FILE_BYTES:
-        raise UserError(f"it has {size:,} bytes; at most {MAX_FILE_BYTES:,} are accepted")
 
 
 def resolve_inside(path: str | Path, folders: Sequence[Path]) -> Path:

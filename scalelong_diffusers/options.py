@@ -136,7 +136,8 @@ def _check_value(name: str, value: Any, hint: Any, details: Option):
     elif tuple in kinds:
         is_right = isinstance(value, (tuple, list)) and all(isinstance(entry, str) for entry in value)
     else:
-        is_right = isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type)))
+        # An empty text is usually an unset variable of a shell script, and as a path it would be the current folder.
+        is_right = value != "" and isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type)))
     if not is_right:
         raise UserError(f"{name} must be {_expected(hint, details)}, got {value!r}")
 
@@ -150,7 +151,7 @@ def _expected(hint: Any, details: Option) -> str:
         return f"a number, {details.bounds}{literals}"
     if int in kinds:
         return f"an integer, {details.bounds}{literals}"
-    return "a list of strings" if tuple in kinds else "a string"
+    return "a list of strings" if tuple in kinds else "a string that is not empty"
 
 
 @functools.lru_cache  # a config is also checked in each step of a warm-up

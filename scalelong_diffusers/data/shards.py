@@ -26,6 +26,7 @@ from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.folders import Kind, count_suffixes, describe_ignored, list_files
 from scalelong_diffusers.data.stream import RowGroups
 from scalelong_diffusers.data.tables import (
+    MAX_CLASSES,
     ImageTable,
     data_folder,
     dataset_errors,
@@ -37,14 +38,15 @@ from scalelong_diffusers.data.tables import (
 )
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
-from scalelong_diffusers.image_files import IMAGE_SUFFIXES
+from scalelong_diffusers.image_files import IMAGE_SUFFIXES, MAX_FILE_BYTES
 
 
 _TAR_GROUP_SIZE = 64  # samples that are read together from a tar file, which has no row groups
 _MAX_GROUPS_IN_MEMORY = 8
 _MEMORY = 2**30  # bytes of row groups in the memory of each reader
 _OPENING_THREADS = 16
-_FILE_ERRORS = (ValueError, OSError, HTTPError, pa.ArrowException, tarfile.TarError)
+# Damaged files may claim to need more memory than there is.
+_FILE_ERRORS = (ValueError, OSError, OverflowError, MemoryError, HTTPError, pa.ArrowException, tarfile.TarError)
 
 
 class ParquetFile:
@@ -100,6 +102,7 @@ class TarFile:
         name = None
         with tarfile.open(path, "r:") as tar:
             for member in filter(tarfile.TarInfo.isfile, tar):
+                _check_size(member)
                 stem, _, column = PurePosixPath(member.name).name.partition(".")
                 sample = (PurePosixPath(member.name).parent, stem)
                 if sample != name:
@@ -142,6 +145,14 @@ class TarFile:
 
             values = {field.name: [read(sample.get(field.name), field.type) for sample in samples] for field in schema}
         return pa.table(values, schema=schema)
+
+
+def _check_size(member: tarfile.TarInfo):
+    # A sparse member takes more memory than its place in the file.
+    if member.issparse():
+        raise tarfile.ReadError(f"{member.name} is a sparse file; store it as a normal one")
+    if member.size > MAX_FILE_BYTES:
+        raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes; at most {MAX_FILE_BYTES:,} are accepted")
 
 
 def _tar_column_type(column: str) -> pa.DataType:
@@ -268,6 +279,9 @@ class ShardTable:
             for file in self._files if pat.is_integer(kind) else ():
                 with _shard_errors(os.path.basename(file.path)):
                     largest.append(file.largest(column))
+                if largest[-1] is not None and largest[-1] >= MAX_CLASSES:
+                    found = f"got {largest[-1]} in {os.path.basename(file.path)}"
+                    raise UserError(f"label in column {column!r} must be from 0 to {MAX_CLASSES - 1}, {found}")
             if not largest or None in largest:
                 found = f"column {column!r} of {where} ({kind})"
                 raise UserError(f"streaming needs a list of all classes: store {found} as datasets.ClassLabel")
@@ -287,7 +301,7 @@ def _shard_errors(where: str):
     except UserError:
         raise
     except _FILE_ERRORS as error:
-        raise UserError(f"{where} cannot be read: {one_line(error)}") from error
+        raise UserError(f"{where} cannot be read: {one_line(error) or 'it needs too much memory'}") from error
 
 
 def open_shards(config: DataConfig, needs_labels: bool, needs_captions: bool) -> tuple[ShardTable, ShardTable | None]:

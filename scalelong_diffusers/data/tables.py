@@ -50,6 +50,7 @@ _METADATA_ADVICE = {
 }
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SPLITS = ("train", *VALIDATION_SPLITS)
+MAX_CLASSES = 1_000_000  # if the classes are plain numbers
 _METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -353,11 +354,13 @@ class ImageTable:
             labels = pc.index_in(column, pa.array(self.class_names, column.type))
         else:
             self.class_names = getattr(self._dataset.features[self._columns["label"]], "names", None)
-        self.labels = pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()
+        # Unsigned numbers that are too large become negative, which is also wrong.
+        self.labels = pc.fill_null(labels.cast(pa.int64(), safe=False), -1).to_numpy()
         if self.class_names is not None:
             self.num_classes = len(self.class_names)
         else:
-            self.num_classes = classes_of.num_classes if classes_of else max(1, int(self.labels.max()) + 1)
+            own = min(MAX_CLASSES, max(1, int(self.labels.max()) + 1))
+            self.num_classes = classes_of.num_classes if classes_of else own
         wrong = (self.labels < 0) | (self.labels >= self.num_classes)
         if wrong.any():
             row = int(wrong.argmax())

@@ -156,6 +156,16 @@ class TestResume:
         assert ": 3 images, 2 of them new" in sample(unconditional, "--out", out, "-n", 3, *FAST)[1]
         assert (out / "000001.png").read_bytes() == complete
 
+    def test_names_damaged_images(self, sample, unconditional, tmp_path):
+        out = tmp_path / "out"
+        sample(unconditional, "--out", out, "-n", 3, *FAST)
+        content = bytearray((out / "000001.png").read_bytes())
+        content[45:60] = bytes(15)
+        (out / "000001.png").write_bytes(content)
+        code, _, errors = sample(unconditional, "--out", out, "-n", 3, *FAST)
+        assert code == 2
+        assert f"{out}/000001.png cannot be read: " in errors.splitlines()[-1]
+
     @pytest.mark.slow
     @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
     def test_resumes_a_stopped_run(self, sample, unconditional, tmp_path, how):

@@ -30,6 +30,8 @@ CONFIGS = [
     ),
     ({"on_bad_image": "ignore"}, "on_bad_image must be one of error, skip, got 'ignore'"),
     ({"streaming": True}, "streaming needs dataset_name or train_data_dir"),
+    ({"dataset_name": ""}, "dataset_name must be a string that is not empty, got ''"),
+    ({"train_data_dir": ""}, "train_data_dir must be a string that is not empty, got ''"),
     ({"dataset_revision": "main"}, "dataset_revision needs dataset_name"),
     ({"train_data_dir": "x", "dataset_config_name": "c"}, "dataset_config_name needs dataset_name"),
     ({"image_column": "img"}, "image_column needs dataset_name or train_data_dir"),

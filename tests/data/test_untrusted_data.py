@@ -214,6 +214,48 @@ def write_tar(folder, files):
     return folder
 
 
+class TestTarFiles:
+    def test_rejects_large_members(self, load, png, tmp_path):
+        folder = write_tar(tmp_path / "tar", {"0.png": png()})
+        member = tarfile.TarInfo("1.png")
+        member.size = 2**40
+        with open(folder / "a.tar", "r+b") as file:
+            file.seek(2 * tarfile.BLOCKSIZE)
+            file.write(member.tobuf(tarfile.GNU_FORMAT))
+            file.truncate(file.tell() + member.size + 2 * tarfile.BLOCKSIZE)
+        message = r"^a\.tar cannot be read: 1\.png has 1,099,511,627,776 bytes; at most 268,435,456 are accepted$"
+        with pytest.raises(UserError, match=message):
+            load(train_data_dir=folder, streaming=True)
+
+    def test_rejects_sparse_members(self, load, tmp_path):
+        (tmp_path / "tar").mkdir()
+        member = tarfile.TarInfo("1.png")
+        member.type = tarfile.GNUTYPE_SPARSE
+        header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+        header[483:495] = tarfile.itn(2**35, 12, tarfile.GNU_FORMAT)
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        (tmp_path / "tar" / "a.tar").write_bytes(bytes(header) + bytes(1024))
+        with pytest.raises(UserError, match=r"^a\.tar cannot be read: 1\.png is a sparse file"):
+            load(train_data_dir=tmp_path / "tar", streaming=True)
+
+    def test_rejects_labels_that_are_too_large(self, load, png, tmp_path):
+        folder = write_tar(tmp_path / "tar", {"0.png": png(), "0.cls": b"9" * 40})
+        with pytest.raises(UserError, match=r"^a\.tar cannot be read: "):
+            load(train_data_dir=folder, streaming=True, needs_labels=True)
+
+
+class TestLabels:
+    @pytest.mark.parametrize(("label", "largest"), [(10**11, 999_999), (2**64 - 1, 3)])
+    def test_rejects_large_labels(self, load, rows, png, label, largest):
+        images = [{"bytes": png(), "path": None}] * 4
+        folder = rows(images, label=pa.array([0, 1, label, 3], pa.uint64()))
+        with pytest.raises(UserError, match=f"must be from 0 to {largest}, got {label} for row 2 of the folder rows$"):
+            load(train_data_dir=folder, needs_labels=True)
+        with pytest.raises(UserError, match=rf"must be from 0 to 999999, got {label} in a\.parquet$"):
+            load(train_data_dir=folder, needs_labels=True, streaming=True)
+
+
 class TestIgnoredFiles:
     def test_counts_them_by_kind(self, load, image_folder, tmp_path):
         folder = image_folder(["cat/1.png", "cat/2.png", "dog/3.png"])

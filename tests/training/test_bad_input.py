@@ -53,6 +53,7 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
         ({"train_batch_size": 0}, "--train_batch_size must be an integer, at least 1, got 0"),
         ({"skip_scaling": "cd"}, "--skip_scaling must be one of none, inv_sqrt2, constant, cs, compensated_cs, "),
         ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path cannot be combined"),
+        ({"dataset_name": ""}, "dataset_name must be a string that is not empty, got ''"),
         ({"dataset_name": "user/data", "train_data_dir": "folder"}, "dataset_name and train_data_dir are both given"),
         # Rejected by the run, because of the number of images and processes.
         ({"train_batch_size": 28}, "28 images (--train_batch_size 28 x --gradient_accumulation_steps 1 x 1 process"),
