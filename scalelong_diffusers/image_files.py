@@ -78,13 +78,13 @@ def _decode(content: bytes) -> Image.Image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
                 image.load()
+                ImageOps.exif_transpose(image, in_place=True)
+                return _with_eight_bits(image)
     except Image.UnidentifiedImageError as error:
         given = f"it starts with {content[:16]!r}" if content else "it is empty"
         raise UserError(f"not a PNG, JPEG, WebP, GIF, BMP or TIFF image ({given})") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"it has more than {MAX_PIXELS:,} pixels, the limit; scale it down") from error
-    ImageOps.exif_transpose(image, in_place=True)
-    return _with_eight_bits(image)
 
 
 def _with_eight_bits(image: Image.Image) -> Image.Image:

@@ -122,11 +122,12 @@ def data_folder(config: DataConfig) -> tuple[Path, str]:
 def dataset_folders(config: DataConfig) -> list[Path]:
     """Return the folders in which the paths of a dataset must lie. For the Hub, these are the caches."""
     if config.train_data_dir is None:
-        cache = Path(config.cache_dir or datasets.config.HF_DATASETS_CACHE)
-        return [folder.resolve() for folder in (Path(constants.HF_HUB_CACHE), cache)]
+        caches = (constants.HF_HUB_CACHE, config.cache_dir or datasets.config.HF_DATASETS_CACHE)
+        return [Path(cache).expanduser().resolve() for cache in caches]
     folder, _ = data_folder(config)
-    # A folder made by `hf download` has links to the blobs of its repository.
-    return [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    # The snapshots that `hf download` makes have links to the blobs of their repository.
+    snapshots = (path for path in (folder, *folder.parents) if path.parent.name == "snapshots")
+    return [folder, *(snapshot.parents[1] / "blobs" for snapshot in snapshots)]
 
 
 def _load_folder(config: DataConfig, needs_labels: bool) -> tuple[dict[str, Dataset], str, Counter[Kind]]:

@@ -4,7 +4,7 @@ import pytest
 
 
 COMMON = """
-import datasets, sys, tempfile
+import datasets, os, sys, tempfile
 from huggingface_hub import HfApi
 from PIL import Image
 from scalelong_diffusers.data import DataConfig, load_training_data
@@ -49,6 +49,18 @@ with tempfile.TemporaryDirectory() as folder:
 """
 )
 
+IMAGES = """
+api.create_repo("tester/images", repo_type="dataset")
+with tempfile.TemporaryDirectory() as folder:
+    for kind in ("cat", "dog"):
+        os.mkdir(f"{folder}/{kind}")
+        for k in range(2):
+            Image.new("RGB", (8, 8)).save(f"{folder}/{kind}/{k}.png")
+    api.upload_folder(repo_id="tester/images", repo_type="dataset", folder_path=folder)
+data = load(dataset_name="tester/images", cache_dir="kept")
+print(data.description, data.class_names)
+"""
+
 LOAD = """
 data = load(dataset_name="tester/pets", dataset_config_name="large", dataset_revision="main", cache_dir="kept")
 print(data.description, data.train.num_samples, data.validation.num_samples, data.class_names)
@@ -60,8 +72,6 @@ print_error(dataset_name="tester/birds")
 """
 
 STREAM = """
-import os
-
 api.create_repo("tester/large", repo_type="dataset")
 with tempfile.TemporaryDirectory() as folder:
     for k in range(4):
@@ -101,7 +111,7 @@ print_error(dataset_name="tester/birds", cache_dir="kept")
 @pytest.mark.slow
 def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
     """Streaming leaves no copy of the files on the disk."""
-    assert hub(PUSH + LOAD + STREAM).stdout.splitlines() == [
+    assert hub(PUSH + LOAD + IMAGES + STREAM).stdout.splitlines() == [
         "tester/pets, 20 images 20 5 ['cat', 'dog']",
         str(list(range(20))),
         "cannot load the dataset tester/pets: Config name is missing. Please pick one among the available configs: "
@@ -112,6 +122,7 @@ def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
         + PRIVATE,
         "cannot load the dataset tester/birds: Dataset 'tester/birds' doesn't exist on the Hub or cannot be accessed"
         + PRIVATE,
+        "tester/images, 4 images ['cat', 'dog']",
         "tester/large, 32 images in 4 files 30 ['cat', 'dog']",
         f"{[*range(24), *range(26, 32)]} True True",
         "[]",

@@ -135,11 +135,12 @@ class TestPaths:
 
     def test_links_into_the_blobs_of_a_downloaded_repository_are_inside(self, load, image_folder, tmp_path):
         image_folder(["0.png", "1.png"], folder="repo/blobs")
-        folder = tmp_path / "repo" / "snapshots" / "main"
+        folder = tmp_path / "repo" / "snapshots" / "main" / "data"
         folder.mkdir(parents=True)
         for k in range(2):
-            (folder / f"{k}.png").symlink_to(f"../../blobs/{k}.png")
-        assert load(train_data_dir=folder).description == "the folder main, 2 images"
+            (folder / f"{k}.png").symlink_to(f"../../../blobs/{k}.png")
+        assert load(train_data_dir=folder).description == "the folder data, 2 images"
+        assert load(train_data_dir=folder.parent).description == "the folder main, 2 images"
 
     @pytest.mark.parametrize("kind", ["fifo", "folder"])
     def test_rows_must_name_regular_files(self, load, rows, kind):
