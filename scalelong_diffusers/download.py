@@ -1,10 +1,10 @@
 """Read files from a folder or the Hub, and turn the errors of Hub and file formats into one-line messages."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from json import JSONDecodeError
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import read_json_file
 
 
 # The keywords of `from_pretrained` that choose what is read from the Hub.
@@ -37,16 +38,7 @@ class HubUnreachable(UserError):
 def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[str, Any] | None:
     """Read a JSON file from a folder or a Hub repository. Return None if there is no such file."""
     path = fetch_file(source, name, **download_options)
-    if path is None:
-        return None
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except ValueError as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, got {content!r:.60}")
-    return content
+    return None if path is None else read_json_file(Path(path))
 
 
 def fetch_file(source: str | os.PathLike, name: str, **download_options) -> str | None:

@@ -1,12 +1,17 @@
-"""Write files atomically and compute checksums."""
+"""Write files atomically, read JSON, and compute checksums."""
 
 import hashlib
 import json
 import os
+import reprlib
+import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from scalelong_diffusers.errors import UserError
 
 
 def atomic_write(file: Path, write: Callable[[Path], None], durable: bool = True):
@@ -17,7 +22,9 @@ def atomic_write(file: Path, write: Callable[[Path], None], durable: bool = True
         write: function that writes the content to the temporary path that it receives.
         durable: sync to disk before and after the rename. Turn it off for many small files that can be made again.
     """
-    partial = file.with_name(f".{file.name}.{os.getpid()}.part")
+    # The name cannot be guessed, and an existing link with it is not followed.
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
+    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666))
     try:
         write(partial)
         if durable:
@@ -34,6 +41,19 @@ def write_json(file: Path, content: object):
     """Write indented JSON atomically."""
     text = json.dumps(content, indent=2) + "\n"
     atomic_write(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def read_json_file(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raise a `UserError` that names the file if the file holds anything else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold a JSON object, got {reprlib.repr(content)}")
+    return content
 
 
 def sync(path: Path):

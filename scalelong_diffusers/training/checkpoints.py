@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import checksum, sync, write_json
+from scalelong_diffusers.files import checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
 from scalelong_diffusers.training.step import is_fused
 
@@ -129,9 +129,11 @@ class Checkpoints:
 def damage(checkpoint: Path) -> str | None:
     """Describe the damage of a checkpoint, or return None if every file has its original content."""
     try:
-        checksums = json.loads((checkpoint / CHECKSUMS_FILE).read_text())
-    except (OSError, ValueError) as error:
-        return f"cannot read its {CHECKSUMS_FILE} ({error})"
+        checksums = read_json_file(checkpoint / CHECKSUMS_FILE)
+    except UserError as error:
+        return str(error)
+    if _STATE_FILE not in checksums:
+        return f"{CHECKSUMS_FILE} does not list {_STATE_FILE}"
     for name, expected in checksums.items():
         file = checkpoint / name
         if not file.is_file():
@@ -217,7 +219,7 @@ def save_state(run: "TrainingRun", folder: Path):
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the settings and numbers of a checkpoint."""
-    state = json.loads((folder / _STATE_FILE).read_text())
+    state = read_json_file(folder / _STATE_FILE)
     if state.get("format_version") != FORMAT_VERSION:
         raise UserError(
             f"{folder} was written by another version of scalelong-diffusers (format {state.get('format_version', 1)},"

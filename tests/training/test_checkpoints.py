@@ -1,5 +1,6 @@
 """Checkpoints on disk: complete or absent, also if the process is killed while it writes, and verified when read."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -93,8 +94,27 @@ def test_finds_damage(tmp_path):
     assert damage(path) == "unet/weights has changed since it was written"
     (path / "unet" / "weights").unlink()
     assert damage(path) == "unet/weights is missing"
-    (path / "checksums.json").write_text("{")
-    assert damage(path).startswith("cannot read its checksums.json (")
+    (path / "checksums.json").unlink()
+    assert "checksums.json cannot be read: [Errno 2] No such file" in damage(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "checksums.json is not valid JSON: Expecting"),
+        ("[]", r"checksums.json must hold a JSON object, got \[\]"),
+        ("null", "checksums.json must hold a JSON object, got None"),
+        ("[" * 10_000 + "]" * 10_000, "checksums.json is not valid JSON: maximum recursion depth"),
+        ("{}", "checksums.json does not list state.json"),
+        ('{"state.json": 5}', "state.json has changed since it was written"),
+    ],
+    ids=("cut", "list", "null", "nested", "empty", "number"),
+)
+def test_rejects_checksums_that_it_did_not_write(tmp_path, content, message):
+    checkpoints = Checkpoints(tmp_path)
+    (checkpoints.save(1, write_files) / "checksums.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        checkpoints.find("latest")
 
 
 def test_latest_skips_damaged_checkpoints(tmp_path):
@@ -139,6 +159,26 @@ def test_keeps_the_latest_checkpoints_and_other_files(tmp_path):
     # The checkpoint that was just written stays, even if there is a damaged one of a later step.
     Checkpoints(tmp_path, limit=1).save(5, write_files)
     assert names_in(tmp_path) == ["checkpoint-5", "checkpoint-7.bak", "checkpoint-9", "checkpoint-best", "samples"]
+
+
+def test_a_link_to_another_file_is_not_followed(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    file = tmp_path / "settings.json"
+    file.with_name(f".settings.json.{os.getpid()}.part").symlink_to(other)
+    write_json(file, {"a": 1})
+    assert json.loads(file.read_text()) == {"a": 1}
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    file.with_name(".settings.json.guessed.part").symlink_to(other)
+    with pytest.raises(FileExistsError):
+        write_json(file, {"a": 2})
+    assert (other.read_text(), json.loads(file.read_text())) == ("mine", {"a": 1})
+
+
+def test_written_files_have_the_usual_permissions(tmp_path):
+    write_json(tmp_path / "written.json", {})
+    (tmp_path / "touched").touch()
+    assert (tmp_path / "written.json").stat().st_mode == (tmp_path / "touched").stat().st_mode
 
 
 def test_json_is_written_atomically(tmp_path):
