@@ -8,7 +8,6 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin, UN
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 
-from scalelong_diffusers.download import damaged_file_errors
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.mixin import HubMixin
 from scalelong_diffusers.pipelines.compatibility import (
@@ -23,7 +22,7 @@ from scalelong_diffusers.pipelines.compatibility import (
     uses_predicted_variance,
     vae_factor,
 )
-from scalelong_diffusers.pipelines.loading import pipeline_index
+from scalelong_diffusers.pipelines.loading import load_complete_pipeline
 
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -93,9 +92,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        pipeline_index(pretrained_model_name_or_path, kwargs)  # raises clearer errors
-        with damaged_file_errors(pretrained_model_name_or_path):
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return load_complete_pipeline(super().from_pretrained, pretrained_model_name_or_path, **kwargs)
 
     @property
     def guidance_scale(self) -> float:

@@ -1,13 +1,22 @@
 """Load pipelines from a folder or the Hub without naming their class."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
+from torch import nn
 
 import scalelong_diffusers
-from scalelong_diffusers.download import DOWNLOAD_OPTIONS, read_json
+from scalelong_diffusers.download import (
+    DOWNLOAD_OPTIONS,
+    check_json_files,
+    damaged_file_errors,
+    load_model,
+    load_pretrained,
+    read_json,
+)
 from scalelong_diffusers.errors import UserError
 
 
@@ -35,6 +44,39 @@ def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
         name = "ScaleLongTextToImagePipeline" if "text_encoder" in index else name
     # The classes depend on this module, so they are looked up through the package.
     return getattr(scalelong_diffusers, name).from_pretrained(source, **options)
+
+
+def load_complete_pipeline(
+    load: Callable[..., DiffusionPipeline], source: str | os.PathLike, **options
+) -> DiffusionPipeline:
+    """
+    Call `load`, the `from_pretrained` of a pipeline class. Raise a `UserError` if a component lacks weights.
+
+    Code in the source is never run.
+    """
+    index = pipeline_index(source, options)
+    with damaged_file_errors(source):
+        is_local = os.path.isdir(source)
+        folder = source if is_local else DiffusionPipeline.download(source, trust_remote_code=False, **options)
+    check_json_files(Path(folder))
+    for name in (name for name, entry in index.items() if isinstance(entry, list)):
+        check_json_files(Path(folder, name))
+    pipe = load_pretrained(load, source, trust_remote_code=False, **options)
+    for name, component in pipe.components.items():
+        if isinstance(component, nn.Module) and name not in options:
+            _check_weights(type(component), source, Path(folder), name, options)
+    return pipe
+
+
+def _check_weights(model_class: type, source: str | os.PathLike, folder: Path, name: str, options: dict[str, Any]):
+    """Raise a `UserError` if a component lacks weights. Pipelines do not pass on which weights were missing."""
+    path = folder / name if (folder / name).is_dir() else folder
+    variant = options.get("variant")
+    if not any(f".{variant}" in file.name for file in path.iterdir()):  # then diffusers loads the usual weights
+        variant = None
+    # On the meta device, the names of the weights are read but not the weights.
+    choices = {"variant": variant, "use_safetensors": options.get("use_safetensors"), "device_map": "meta"}
+    load_model(model_class, path, f"the {name} of {source}", **choices)
 
 
 def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
 import torch
 from torch import nn
 from transformers import CLIPTextModel, CLIPTokenizer
-from transformers.utils import logging as transformers_logging
 
-from scalelong_diffusers.download import damaged_file_errors, fetch_file, read_json
+from scalelong_diffusers.download import fetch_file, load_pretrained, read_json
 from scalelong_diffusers.errors import UserError
 
 
@@ -135,16 +133,17 @@ def load_text_encoder(
             f"{source} has no tokenizer: there is neither {accepted}; pass the CLIP or pipeline that the tokenizer "
             "belongs to, or copy its files there"
         )
-    with damaged_file_errors(source), _quiet_transformers():
-        text_encoder, report = CLIPTextModel.from_pretrained(
-            source,
-            subfolder=folder,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **hub_options,
-        )
-        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=tokenizer_folder, **hub_options)
+    hub_options["trust_remote_code"] = False
+    text_encoder, report = load_pretrained(
+        CLIPTextModel.from_pretrained,
+        source,
+        subfolder=folder,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **hub_options,
+    )
+    tokenizer = load_pretrained(CLIPTokenizer.from_pretrained, source, subfolder=tokenizer_folder, **hub_options)
     if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise UserError(
             f"the weights of the text encoder in {source} do not fit its config.json, or it is not a CLIP: {wrong[0]} "
@@ -152,14 +151,3 @@ def load_text_encoder(
         )
     check_tokenizer(tokenizer, text_encoder)
     return text_encoder.eval(), tokenizer
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide transformers' table of weights that do not fit; an error replaces it."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)

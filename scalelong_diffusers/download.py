@@ -1,13 +1,15 @@
-"""Read files from a folder or the Hub, and turn the errors of Hub and file formats into one-line messages."""
+"""Read files and models from a folder or the Hub, and turn the errors of both into one-line messages."""
 
 import os
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 
 # HTTPError comes from the client's HTTP library and also covers a Hub that does not answer.
@@ -22,13 +24,21 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError
+from torch import nn
 
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import read_json_file
+from scalelong_diffusers.internals import code_questions_refused
 
 
 # The keywords of `from_pretrained` that choose what is read from the Hub.
 DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+# What diffusers and transformers read. A folder may hold JSON of other libraries.
+_JSON_FILES = (
+    *("model_index.json", "*config.json", "*.index.json", "tokenizer.json", "vocab.json", "added_tokens.json"),
+    "special_tokens_map.json",
+)
 
 
 class HubUnreachable(UserError):
@@ -90,33 +100,107 @@ def _refusal(error: Exception, source: str | os.PathLike, revision: str | None) 
     return f"the Hub refused the request for {source} with status {status}{advice}"
 
 
+def load_pretrained(load: Callable, source: str | os.PathLike, *, subfolder: str = "", **options) -> Any:
+    """
+    Call `load`, the `from_pretrained` of a class of diffusers or transformers, on files that may be malicious.
+
+    Code in the source is never run. Damaged files raise a `UserError`.
+    """
+    if os.path.isdir(source):
+        check_json_files(Path(source, subfolder))
+    if subfolder:
+        options["subfolder"] = subfolder
+    with damaged_file_errors(source), quiet_transformers(), code_questions_refused():
+        return load(source, **options)
+
+
+def load_model(model_class: type, source: str | os.PathLike, what: str, **options) -> nn.Module:
+    """
+    Load a model. Raise a `UserError` if it lacks weights: transformers would draw random ones and only warn.
+
+    `what` names the model in the error.
+    """
+    model, info = load_pretrained(model_class.from_pretrained, source, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{what} lacks {len(missing)} weights that a {model_class.__name__} with its config has, for example "
+            f"{missing[0]}: save or copy it again"
+        )
+    return model
+
+
+def check_json_files(folder: Path):
+    """
+    Check that the JSON files that diffusers and transformers read hold objects.
+
+    Check also that the files of sharded weights are in the same folder: other paths would be followed.
+    """
+    for file in sorted({file for pattern in _JSON_FILES for file in folder.glob(pattern)}):
+        content = read_json_file(file)
+        if file.name.endswith(".index.json"):
+            shards = content.get("weight_map")
+            if not isinstance(shards, dict):
+                raise UserError(f"{file} must have an object weight_map, got {reprlib.repr(shards)}")
+            for shard in shards.values():
+                if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard:
+                    raise UserError(f"{file} must name files in its folder, got {shard!r:.200}")
+
+
 @contextmanager
-def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
-    """Turn the errors of diffusers, transformers and torch about damaged files into one-line messages."""
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' table of weights that do not fit; an error replaces it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError, JSONDecodeError, UnpicklingError, EOFError) as error:
-        if "ignore_mismatched_sizes" in str(error):  # transformers suggests an option that we do not pass
-            problem = f"weights of a component of {source} do not fit its config.json"
-        elif damage := _damage(error):
-            # torch's own message is about trusting a pickle, or names a line of its C++ code.
-            is_torch = not isinstance(damage, (SafetensorError, JSONDecodeError))
-            reason = "not a complete PyTorch file" if is_torch else " ".join(str(error).split())
-            # diffusers applies force_download only to the configs of a pipeline, so it would not help.
-            is_local = os.path.exists(source)
-            advice = "save or copy it again" if is_local else f"load again after `hf cache rm model/{source}`"
-            what = "JSON files" if isinstance(damage, JSONDecodeError) else "weights"
-            problem = f"{what} in {source} are damaged or incompletely downloaded ({reason}): {advice}"
-        else:
-            raise
-        raise UserError(f"the {problem}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
-def _damage(error: BaseException | None) -> BaseException | None:
-    """Return the error about a damaged file among an error and its causes."""
+@contextmanager
+def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
+    """
+    Turn the errors of diffusers, transformers and torch about files into one-line messages.
+
+    Their readers raise almost any exception for damaged files: tokenizers raises a plain `Exception`.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(_describe(error, source)) from error
+
+
+def _describe(error: Exception, source: str | os.PathLike) -> str:
+    """Describe an error that a reader of files raised."""
+    # diffusers applies force_download only to the configs of a pipeline, so it would not help.
+    is_local = os.path.exists(source)
+    advice = "save or copy it again" if is_local else f"load again after `hf cache rm model/{source}`"
+    damaged = "are damaged or incompletely downloaded"
+    for cause in _causes(error):
+        reason = " ".join(str(cause).split())
+        if "ignore_mismatched_sizes" in reason:  # transformers suggests an option that we do not pass
+            return f"the weights of a component of {source} do not fit its config.json"
+        if "trust_remote_code" in reason:
+            return f"{source} needs code that it contains, and such code is never run: load it with its own library"
+        if isinstance(cause, UnpicklingError):
+            return (
+                f"the weights in {source} are damaged or hold more than tensors, which is refused because a pickle "
+                "can run code: save them as safetensors"
+            )
+        if isinstance(cause, SafetensorError):
+            return f"the weights in {source} {damaged} ({reason}): {advice}"
+        if isinstance(cause, EOFError) or "PytorchStreamReader" in reason:  # torch names a line of its C++ code
+            return f"the weights in {source} {damaged} (not a complete PyTorch file): {advice}"
+        if isinstance(cause, JSONDecodeError):
+            return f"the JSON files in {source} {damaged} ({reason}): {advice}"
+    return f"{source} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        is_known = isinstance(error, (SafetensorError, JSONDecodeError, UnpicklingError, EOFError))
-        if is_known or "PytorchStreamReader" in str(error):
-            return error
+        yield error
         error = error.__cause__ or error.__context__
-    return None

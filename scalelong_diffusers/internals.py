@@ -1,9 +1,11 @@
 """
-All private parts of torch and diffusers that the package uses.
+All private parts of torch, diffusers and transformers that the package uses.
 
 Each function has a test that fails if a new version of the library changes the part that the function uses.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,23 @@ def register_library(name: str):
     from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 
     LOADABLE_CLASSES.setdefault(name, {"ModelMixin": ["save_pretrained", "from_pretrained"]})
+
+
+@contextmanager
+def code_questions_refused() -> Iterator[None]:
+    """
+    Make transformers raise a ValueError where it would ask whether to run the code of a folder.
+
+    A processor passes no `trust_remote_code` to the tokenizer that it loads, so the argument is not enough.
+    """
+    from transformers import dynamic_module_utils
+
+    timeout = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = timeout
 
 
 def write_config_entry(model: ModelMixin, name: str, value: Any | None):

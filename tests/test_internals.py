@@ -1,9 +1,10 @@
-"""Every private part of torch and diffusers in `internals` still does what the package relies on."""
+"""Every private part of torch, diffusers and transformers in `internals` still does what the package relies on."""
 
 import pytest
 import torch
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from torch.utils.checkpoint import checkpoint
+from transformers.dynamic_module_utils import resolve_trust_remote_code
 
 import scalelong_diffusers
 from scalelong_diffusers import internals
@@ -38,6 +39,18 @@ def test_is_compiled():
     assert not internals.is_compiled(model)
     model.compile()
     assert internals.is_compiled(model)
+
+
+def test_code_questions_refused(monkeypatch):
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "n")
+    arguments = {"trust_remote_code": None, "model_name": "x", "has_local_code": False, "has_remote_code": True}
+    with internals.code_questions_refused(), pytest.raises(ValueError, match="trust_remote_code"):
+        resolve_trust_remote_code(**arguments)
+    assert questions == []
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        resolve_trust_remote_code(**arguments)
+    assert len(questions) == 1
 
 
 def test_has_functorch_transform():

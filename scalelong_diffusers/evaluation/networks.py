@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from scalelong_diffusers.download import damaged_file_errors
+from scalelong_diffusers.download import load_pretrained
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.metrics import (
     INCEPTION,
@@ -113,21 +113,13 @@ class TransformersFeatures:
 def _load(source: str, revision: str | None) -> tuple[Any, nn.Module, list[str]]:
     """Return the image processor, the model, and the names of its missing weights, which only the pooler may have."""
     from transformers import AutoImageProcessor, AutoModel
-    from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # no table of the weights of a head, which is not needed
-    try:
-        with damaged_file_errors(source):
-            # The processor that uses Pillow; the one that uses torchvision resizes differently.
-            processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
-            model, info = AutoModel.from_pretrained(
-                source, revision=revision, dtype=torch.float32, output_loading_info=True
-            )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise UserError(f"{source} cannot be loaded as a vision model of transformers: {error}") from error
-    finally:
-        logging.set_verbosity(verbosity)
+    options = {"revision": revision, "trust_remote_code": False}
+    # The processor that uses Pillow; the one that uses torchvision resizes differently.
+    processor = load_pretrained(AutoImageProcessor.from_pretrained, source, backend="pil", **options)
+    model, info = load_pretrained(
+        AutoModel.from_pretrained, source, dtype=torch.float32, output_loading_info=True, **options
+    )
     missing = sorted(info["missing_keys"])
     if others := [key for key in missing if "pooler" not in key]:
         raise UserError(f"{source} lacks weights of its {type(model).__name__}, such as {others[0]}")

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, ModelMixin
 
 import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
-from scalelong_diffusers.download import read_json
+from scalelong_diffusers.download import load_model, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.skip_init import REFERENCE, start_layers
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
@@ -53,7 +53,7 @@ def load_vae(source: str, device: torch.device) -> AutoencoderKL:
         raise UserError(
             f"--pretrained_vae_model_name_or_path {source} is not an AutoencoderKL; pass the vae folder of one"
         )
-    return AutoencoderKL.from_pretrained(source).requires_grad_(False).eval().to(device)
+    return load_model(AutoencoderKL, source, f"the vae {source}").requires_grad_(False).eval().to(device)
 
 
 def build_model(

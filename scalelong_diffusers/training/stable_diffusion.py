@@ -16,10 +16,9 @@ from diffusers.loaders import TextualInversionLoaderMixin
 from torch import nn
 from transformers import CLIPTokenizer
 
-from scalelong_diffusers.download import damaged_file_errors
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.compatibility import required_conditions
-from scalelong_diffusers.pipelines.loading import pipeline_index
+from scalelong_diffusers.pipelines.loading import load_complete_pipeline, pipeline_index
 from scalelong_diffusers.pipelines.text_encoding import check_tokenizer, text_embedding_width, tokenize
 
 
@@ -46,8 +45,7 @@ def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusi
     """
     # The class is checked before gigabytes of another model are downloaded.
     _check_class(source, pipeline_index(source, options)["_class_name"])
-    with damaged_file_errors(source):
-        pipe = DiffusionPipeline.from_pretrained(source, **options)
+    pipe = load_complete_pipeline(DiffusionPipeline.from_pretrained, source, **options)
     check_stable_diffusion(pipe)
     freeze_all_but_unet(pipe)
     return pipe

@@ -205,7 +205,7 @@ class TestFolders:
 
     def test_names_a_missing_folder(self, folder):
         (folder / "scheduler").rename(folder / "elsewhere")
-        with pytest.raises(OSError, match=r"no file named scheduler_config.json found in directory"):
+        with pytest.raises(UserError, match=r"no file named scheduler_config.json found in directory"):
             load_pipeline(folder)
 
     @pytest.mark.parametrize("kept", [0, 7, 5000])
@@ -232,7 +232,7 @@ class TestFolders:
     def test_rejects_a_truncated_tokenizer(self, text_folder, name):
         file = text_folder / "tokenizer" / name
         file.write_bytes(file.read_bytes()[:50])
-        with pytest.raises(UserError, match=r"^the JSON files in .* are damaged or incompletely downloaded"):
+        with pytest.raises(UserError, match=rf"{name} is not valid JSON: "):
             load_pipeline(text_folder)
 
     def test_rejects_an_unknown_source(self):
