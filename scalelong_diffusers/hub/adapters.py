@@ -59,6 +59,7 @@ def save_adapter(
     os.makedirs(folder, exist_ok=True)
     for name in (LORA_FILE, GATES_FILE):  # left from an earlier adapter in this folder
         Path(folder, name).unlink(missing_ok=True)
+    lora: Weights = {}
     if adapter_name is not None:
         from peft import get_peft_model_state_dict  # optional
 
@@ -67,13 +68,15 @@ def save_adapter(
             name: sorted(value) if isinstance(value, set) else value
             for name, value in unet.peft_config[adapter_name].to_dict().items()
         }
-        weights = get_peft_model_state_dict(unet, adapter_name=adapter_name)
+        lora = get_peft_model_state_dict(unet, adapter_name=adapter_name)
         StableDiffusionLoraLoaderMixin.save_lora_weights(
-            folder, unet_lora_layers=weights, unet_lora_adapter_metadata=metadata
+            folder, unet_lora_layers=lora, unet_lora_adapter_metadata=metadata
         )
     if gates:
         save_file(gates, Path(folder, GATES_FILE), metadata={"format": "pt"})
-    write_json(Path(folder, SCALING_FILE), {"skip_scaling": unet.skip_scaler.config.to_dict()})
+    # With the number, a lost LoRA is noticed: without it, the gates alone would be applied.
+    content = {"skip_scaling": unet.skip_scaler.config.to_dict(), "num_lora_weights": len(lora)}
+    write_json(Path(folder, SCALING_FILE), content)
 
 
 def load_adapter(
@@ -96,7 +99,8 @@ def load_adapter(
     ```
     """
     unet = _unet_of(pipe)
-    entry = (read_json(source, SCALING_FILE, **hub_options) or {}).get("skip_scaling")
+    content = read_json(source, SCALING_FILE, **hub_options) or {}
+    entry = content.get("skip_scaling")
     if entry is None:
         raise UserError(
             f"{source} is not an adapter: it has no {SCALING_FILE} with an entry skip_scaling, which save_adapter "
@@ -105,6 +109,12 @@ def load_adapter(
     config = resolve_skip_scaling(unet, SkipScalingConfig.parse(entry))
     gates, _ = _read_weights(source, GATES_FILE, hub_options)
     lora, lora_file = _read_weights(source, LORA_FILE, hub_options)
+    expected = content.get("num_lora_weights", len(lora))  # earlier versions did not write it
+    if len(lora) != expected:
+        raise UserError(
+            f"{source}: {LORA_FILE} must hold the {expected} LoRA weights that save_adapter wrote, but holds "
+            f"{len(lora)}: save or copy the adapter again"
+        )
     if problem := _misfit(unet, config, gates, lora):
         raise UserError(
             f"{source} does not fit this {type(unet).__name__}; it belongs to another base model: {problem}"

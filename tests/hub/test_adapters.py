@@ -158,7 +158,10 @@ class TestFiles:
         assert {file.name for file in tmp_path.iterdir()} == {LORA, SCALING, GATES}
         entry = {"version": 1, "method": "ls", "shared": True, "reduction": 4, "activation": "relu", "gate": "se"}
         entry |= {"gate_axis": "channels", "init": "identity", "strength": 1.0}
-        assert json.loads((tmp_path / SCALING).read_text()) == {"skip_scaling": entry}
+        assert json.loads((tmp_path / SCALING).read_text()) == {
+            "skip_scaling": entry,
+            "num_lora_weights": len(load_file(tmp_path / LORA)),
+        }
         layers = [f"skip_scaler.gates.width_{w}.{n}" for w in (16, 32) for n in ("squeeze", "excite")]
         assert load_file(tmp_path / GATES).keys() == {f"{layer}.{n}" for layer in layers for n in ("weight", "bias")}
         first = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight"
@@ -216,6 +219,18 @@ class TestAFailedLoadChangesNothing:
         "gates of another shape": (
             lambda folder: rewrite(folder / GATES, lambda gates: {name: torch.ones(3, 3) for name in gates}),
             r"does not fit this .*excite.bias is \(3, 3\) in the adapter and \(16,\) in the model",
+        ),
+        "missing LoRA": (
+            lambda folder: (folder / LORA).unlink(),
+            rf"{LORA} must hold the \d+ LoRA weights that save_adapter wrote, but holds 0",
+        ),
+        "a LoRA without weights": (
+            lambda folder: rewrite(folder / LORA, lambda lora: {}),
+            rf"{LORA} must hold the \d+ LoRA weights that save_adapter wrote, but holds 0",
+        ),
+        "one LoRA weight missing": (
+            lambda folder: rewrite(folder / LORA, lambda lora: dict(sorted(lora.items())[1:])),
+            rf"{LORA} must hold the \d+ LoRA weights that save_adapter wrote, but holds \d+",
         ),
         "an unknown layer": (
             lambda folder: rewrite(folder / LORA, lambda lora: {n.replace("attn1", "x"): w for n, w in lora.items()}),
@@ -332,6 +347,14 @@ class TestNotAnAdapter:
             UserError, match=r"is not an adapter: it has no skip_scaling.json with an entry .* save_adapter writes"
         ):
             load_adapter(build_kind("sd1"), tmp_path)
+
+    def test_an_adapter_of_an_earlier_version_has_no_number(self, build_kind, fine_tuned, draw, tmp_path):
+        trained = fine_tuned()
+        save_adapter(trained, tmp_path)
+        content = json.loads((tmp_path / SCALING).read_text())
+        del content["num_lora_weights"]
+        (tmp_path / SCALING).write_text(json.dumps(content))
+        assert torch.equal(draw(load_adapter(build_kind("sd1"), tmp_path)), draw(trained))
 
     def test_rejects_a_lora_without_scaling(self, build_kind, fine_tuned, tmp_path):
         save_adapter(fine_tuned(), tmp_path)
