@@ -47,17 +47,16 @@ def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
 
 
 def load_complete_pipeline(
-    load: Callable[..., DiffusionPipeline], source: str | os.PathLike, **options
+    load: Callable[..., DiffusionPipeline], download: Callable[..., str], source: str | os.PathLike, **options
 ) -> DiffusionPipeline:
     """
-    Call `load`, the `from_pretrained` of a pipeline class. Raise a `UserError` if a component lacks weights.
+    Load a pipeline. Raise a `UserError` if a component lacks weights. Code in the source is never run.
 
-    Code in the source is never run.
+    `load` and `download` are the pipeline class's `from_pretrained` of diffusers and its `download`.
     """
     index = pipeline_index(source, options)
     with damaged_file_errors(source):
-        is_local = os.path.isdir(source)
-        folder = source if is_local else DiffusionPipeline.download(source, trust_remote_code=False, **options)
+        folder = source if os.path.isdir(source) else download(source, trust_remote_code=False, **options)
     check_json_files(Path(folder))
     for name in (name for name, entry in index.items() if isinstance(entry, list)):
         check_json_files(Path(folder, name))

@@ -5,11 +5,13 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diffusers import ModelMixin
 
 import scalelong_diffusers
+from scalelong_diffusers.download import check_json_files
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.internals import write_config_entry
 from scalelong_diffusers.models.skips import SkipLayout
@@ -87,6 +89,8 @@ class SkipScalingMixin(HubMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         source = pretrained_model_name_or_path
+        if os.path.isdir(source):
+            check_json_files(Path(source, kwargs.get("subfolder") or ""))
         stored = SkipScalingConfig.parse(cls.load_config(source, **kwargs).get("skip_scaling", "none"))
         wanted = SkipScalingConfig.parse(kwargs.get("skip_scaling", stored))
         # Other gates can have the same keys and compute another function.

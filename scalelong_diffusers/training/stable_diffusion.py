@@ -45,7 +45,7 @@ def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusi
     """
     # The class is checked before gigabytes of another model are downloaded.
     _check_class(source, pipeline_index(source, options)["_class_name"])
-    pipe = load_complete_pipeline(DiffusionPipeline.from_pretrained, source, **options)
+    pipe = load_complete_pipeline(DiffusionPipeline.from_pretrained, DiffusionPipeline.download, source, **options)
     check_stable_diffusion(pipe)
     freeze_all_but_unet(pipe)
     return pipe

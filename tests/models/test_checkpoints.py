@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import scalelong_diffusers
-from scalelong_diffusers import ScaleLongUNet2DModel, UserError, apply_skip_scaling
+from scalelong_diffusers import ScaleLongUNet2DModel, UserError, UViTModel, apply_skip_scaling
 
 
 LS = {"method": "ls", "reduction": 4, "shared": True, "init": "paper"}
@@ -321,7 +321,7 @@ class TestRejected:
     def test_config_that_is_not_json(self, ddpm, tmp_path):
         ddpm.build().save_pretrained(tmp_path)
         (tmp_path / "config.json").write_text("{")
-        with pytest.raises(OSError, match=r"config file at '.*config\.json' is not a valid JSON file"):
+        with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
             ScaleLongUNet2DModel.from_pretrained(tmp_path, skip_scaling="cs")
 
     def test_entry_of_a_newer_version(self, ddpm, tmp_path):
@@ -357,3 +357,24 @@ def test_loading_and_patching_do_not_write_to_the_folder(ddpm, tmp_path):
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     apply_skip_scaling(ScaleLongUNet2DModel.from_pretrained(tmp_path, skip_scaling="inv_sqrt2"), "constant")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "5", "[" * 10_000], ids=("list", "null", "number", "nested"))
+@pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors.index.json"])
+def test_names_json_that_is_not_an_object(tmp_path, name, content):
+    UViTModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2).save_pretrained(tmp_path / "unet")
+    (tmp_path / "unet" / name).write_text(content)
+    for source, subfolder in ((tmp_path / "unet", None), (tmp_path, "unet")):
+        with pytest.raises(UserError, match=rf"unet/{name} (must hold a JSON object, got|is not valid JSON)"):
+            UViTModel.from_pretrained(source, subfolder=subfolder)
+
+
+@pytest.mark.parametrize("path", ["../model.safetensors", "/model.safetensors"])
+def test_rejects_shards_in_other_folders(tmp_path, path):
+    model = UViTModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
+    model.save_pretrained(tmp_path / "unet", max_shard_size="20KB")
+    index = tmp_path / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    UViTModel.from_pretrained(tmp_path / "unet")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), path)}))
+    with pytest.raises(UserError, match=r"index\.json must name files in its folder, got '.*/model\.safetensors'"):
+        UViTModel.from_pretrained(tmp_path / "unet")

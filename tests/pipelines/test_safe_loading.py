@@ -90,6 +90,13 @@ class TestMissingWeights:
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("how", ["unrelated", "one", "more layers"])
+def test_rejects_a_text_encoder_that_lacks_weights(folder, how):
+    lose_weights(folder, "text_encoder", how)
+    with pytest.raises(UserError, match=r"weights of the text encoder in .* is missing or has another shape"):
+        load_text_encoder(folder)
+
+
 def test_a_component_that_is_passed_is_not_checked(folder, tiny_clip):
     lose_weights(folder, "text_encoder", "one")
     assert load_pipeline(folder, text_encoder=tiny_clip[0]).text_encoder is tiny_clip[0]

@@ -424,6 +424,13 @@ class TestRejects:
         assert message in refused_tuning(**changes)
 
     @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+    @pytest.mark.parametrize(("kind", "component"), [("sd1", "text_encoder"), ("sdxl", "text_encoder_2")])
+    def test_a_text_encoder_that_lacks_weights(self, refused_tuning, base, tmp_path, kind, component):
+        folder = shutil.copytree(base(kind), tmp_path / "base")
+        save_file({"x": torch.zeros(1)}, folder / component / "model.safetensors", {"format": "pt"})
+        message = refused_tuning(pretrained_model_name_or_path=folder)
+        assert f"the {component} of {folder} lacks" in message
+
     def test_eight_bits_without_bitsandbytes(self, refused_tuning):
         assert refused_tuning(use_8bit_adam=True) == "--use_8bit_adam needs a package: pip install bitsandbytes"
 

@@ -64,7 +64,7 @@ class TestLoading:
     def test_rejects_an_incomplete_folder(self, build_kind, tmp_path):
         build_kind("sd1").save_pretrained(tmp_path)
         (tmp_path / "text_encoder").rename(tmp_path / "elsewhere")
-        with pytest.raises(OSError, match=r"no file named .* found in directory"):
+        with pytest.raises(UserError, match=r"no file named .* found in directory"):
             load_stable_diffusion(tmp_path)
 
     def test_rejects_weights_of_another_config(self, build_kind, tmp_path):
