@@ -36,7 +36,7 @@ def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
     """
     index = pipeline_index(source, options)
     name = index["_class_name"]
-    name = name[1] if isinstance(name, list) else name  # a pipeline with its own code names its module first
+    name = name[1] if isinstance(name, list) else name
     if name not in _OURS:
         unet = read_json(source, "unet/config.json", **_download_options(options)) or {}
         has_classes = unet.get("num_class_embeds") is not None
@@ -82,7 +82,10 @@ def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[s
     """Return the `model_index.json` of a folder or repository. `options` are the keywords of `from_pretrained`."""
     is_file = os.path.isfile(source)
     index = None if is_file else read_json(source, INDEX, **_download_options(options))
-    if index is not None and "_class_name" in index:
+    class_name = None if index is None else index.get("_class_name")
+    if isinstance(class_name, list) and len(class_name) == 2:  # a pipeline with its own code names its module first
+        class_name = class_name[1]
+    if isinstance(class_name, str):
         return index
     steps = [path.name.removeprefix("checkpoint-") for path in Path(source).glob("checkpoint-*") if path.is_dir()]
     finished = max((int(step) for step in steps if step.isdecimal()), default=None)

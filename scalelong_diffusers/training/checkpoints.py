@@ -18,6 +18,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
@@ -263,7 +264,8 @@ def _load_weights(module: nn.Module, folder: Path):
             raise UserError(f"{folder} was trained with another adapter: only one of them has {sorted(missing)[0]}")
         module.load_state_dict(trained, strict=False)
         return
-    module.load_state_dict(type(module).from_pretrained(folder, dtype=module.dtype).state_dict())
+    saved = load_model(type(module), folder, f"the {folder.name} of {folder.parent}", dtype=module.dtype)
+    module.load_state_dict(saved.state_dict())
 
 
 def _trained_weights(module: nn.Module) -> dict[str, torch.Tensor]:

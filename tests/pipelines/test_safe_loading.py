@@ -276,6 +276,14 @@ def test_names_json_that_is_not_an_object(folder, name, content):
             load(folder)
 
 
+@pytest.mark.parametrize("class_name", [[], 5, ["a"], ["a", None], None], ids=str)
+def test_names_an_index_without_a_class(folder, class_name):
+    change_json(folder / "model_index.json", _class_name=class_name)
+    for load in (load_pipeline, load_stable_diffusion):
+        with pytest.raises(UserError, match=r"is not a pipeline: it has no model_index\.json with a _class_name"):
+            load(folder)
+
+
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"])
 def test_names_a_folder_with_a_damaged_tokenizer(folder, name):
     tokenizer = folder / "tokenizer"
