@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # From bottom to top. A name is a module or a folder of modules.
 LAYERS = [
-    {"options", "errors", "files", "randomness", "processes", "internals", "download", "image_files"},
+    {"options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"},
     {"scaling"},
     {"models"},
     {"patching"},
@@ -33,6 +33,7 @@ USE_TOP_LEVEL = {"models.mixin", "pipelines.loading", "training.models"}
 # Optional or heavy packages, and modules that import them, which are imported only where they are used.
 IMPORTED_IN_FUNCTIONS = (
     "bitsandbytes",
+    "diffusers.models",
     "datasets",
     "huggingface_hub",
     "peft",
