@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.hub.model_card import CardFacts
     from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub, write_model_card
     from scalelong_diffusers.models.mixin import SkipScalingMixin
+    from scalelong_diffusers.models.mup import mup_param_groups
     from scalelong_diffusers.models.skip_init import apply_skip_init
     from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
     from scalelong_diffusers.models.unets import (
@@ -57,6 +58,7 @@ _NAMES = {
     "hub.model_card": ("CardFacts",),
     "hub.sharing": ("push_adapter", "push_to_hub", "write_model_card"),
     "models.mixin": ("SkipScalingMixin",),
+    "models.mup": ("mup_param_groups",),
     "models.skip_init": ("apply_skip_init",),
     "models.skips": ("BlockSkips", "UpBlockSkips"),
     "models.unets": (

@@ -1,4 +1,4 @@
-"""`scalelong inspect` lists the long skip connections of a model and their factors, without loading its weights."""
+"""`scalelong inspect` lists the long skips of a model, or its muP settings, without loading its weights."""
 
 import argparse
 import dataclasses
@@ -15,21 +15,33 @@ import scalelong_diffusers.models.uvit  # noqa: F401  these modules define the c
 from scalelong_diffusers.download import HubUnreachable, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.models.mup import mup_scales
 from scalelong_diffusers.options import add_options
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.scaling import SkipScalingConfig
+
+
+_MUP_FACTORS = ("init_std", "learning_rate", "weight_decay", "eps")
 
 
 def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser("inspect", help="list the long skip connections of a model and their factors")
     parser.add_argument("model", help="a model or pipeline: a local folder or an id on the Hub")
     add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
+    parser.add_argument(
+        "--mup",
+        action="store_true",
+        help="instead list how muP changes the init and Adam's settings of each parameter, relative to the base width",
+    )
+    parser.add_argument("--mup_base_width", type=int, metavar="N", help="base width (default: the model's own)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     config = SkipScalingConfig.from_flags(vars(arguments))
+    if arguments.mup:
+        return _run_mup(arguments, config)
     skips = skip_connections(model_skeleton(arguments.model, config))
     if arguments.json:
         rows = [dataclasses.asdict(skip) for skip in skips]
@@ -39,13 +51,40 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -> nn.Module:
+def _run_mup(arguments: argparse.Namespace, config: SkipScalingConfig | None) -> int:
+    width = {} if arguments.mup_base_width is None else {"mup_base_width": arguments.mup_base_width}
+    model = model_skeleton(arguments.model, config, **width)
+    scales = mup_scales(model)
+    if not scales:
+        raise UserError(f"{arguments.model} is a {type(model).__name__} without mup_base_width: pass --mup_base_width")
+    rows = [
+        {"parameter": name, "role": s.role, "ratio": s.ratio, **{key: getattr(s, key) for key in _MUP_FACTORS}}
+        for name, s in scales.items()
+    ]
+    print(json.dumps(rows) if arguments.json else _mup_table(rows))
+    return 0
+
+
+def _mup_table(rows: list[dict[str, Any]]) -> str:
+    """Return a table in which the numbers of blocks are replaced by asterisks, so that equal blocks share a row."""
+    lines = [["parameter", "role", *_MUP_FACTORS]]
+    for row in rows:
+        name = ".".join("*" if part.isdecimal() else part for part in row["parameter"].split("."))
+        line = [name, row["role"], *(f"x {row[key]:g}" for key in _MUP_FACTORS)]
+        if line not in lines:
+            lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None, **changes) -> nn.Module:
     """
     Build the scalable model of a folder or Hub id on the meta device.
 
     Args:
         source: a model, or a pipeline with one.
         skip_scaling: replaces the skip scaling in the model's config.
+        changes: more entries that replace those in the model's config.
     """
     config = _load_model_config(source)
     class_name = config.get("_class_name")
@@ -53,7 +92,7 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None) -
     if model_class is None:
         found = class_name or "a model without a _class_name"
         raise UserError(f"{source}: {found} has no long skip connections that can be scaled")
-    replaced = {} if skip_scaling is None else {"skip_scaling": skip_scaling}
+    replaced = changes if skip_scaling is None else {**changes, "skip_scaling": skip_scaling}
     with torch.device("meta"):
         return model_class.from_config(config, **replaced)
 

@@ -15,6 +15,7 @@ from torch import nn
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
 from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.models.mup import start_mup
 from scalelong_diffusers.models.skip_init import REFERENCE, check_skip_init, start_layers
 from scalelong_diffusers.models.skips import OutBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
@@ -55,12 +56,17 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         block_scale: t in the residual branches x + t f(x) (the paper's Table 3). `"rezero"` learns one t per branch,
             which starts at 0.
         timestep_scale, timestep_offset: the input of the time embedding is (timestep + offset) * scale.
+        mup_base_width: `hidden_size` of a model whose learning rate was tuned, with heads of the same width. This
+            model then starts with muP, the maximal update parametrization, and learns with [`mup_param_groups`].
+        mup_base_depth: `num_layers` of a model whose learning rate was tuned. The residual branches are multiplied
+            by `mup_base_depth / num_layers`.
         skip_init, zero_init_residual: initialization of the layers that read the long skips, and of the residual
             branches; see [`apply_skip_init`].
         skip_scaling: a [`SkipScalingConfig`], a dict of its fields, or a method.
     """
 
     skip_layout = OutBlockSkips()
+    mup_inputs = ("pos_embed",)  # parameters that are added to the hidden states
     _supports_gradient_checkpointing = True
     _no_split_modules = ["UViTBlock"]
     _repeated_blocks = ["UViTBlock"]
@@ -84,6 +90,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         block_scale: float | Literal["rezero"] = 1.0,
         timestep_scale: float = 1.0,
         timestep_offset: float = 0.0,
+        mup_base_width: int | None = None,
+        mup_base_depth: int | None = None,
         skip_init: str = REFERENCE,
         zero_init_residual: bool = False,
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
@@ -95,6 +103,15 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                 f"num_layers must be even and hidden_size a multiple of num_attention_heads, got {num_layers=}, "
                 f"{hidden_size=} and {num_attention_heads=}"
             )
+        head_width = hidden_size // num_attention_heads
+        if mup_base_width is not None and (mup_base_width < 1 or mup_base_width % head_width):
+            raise UserError(
+                f"mup_base_width must be a positive multiple of the head width {head_width} (hidden_size / "
+                f"num_attention_heads), got {mup_base_width}"
+            )
+        if mup_base_depth is not None and mup_base_depth < 1:
+            raise UserError(f"mup_base_depth must be at least 1, got {mup_base_depth}")
+        branch_scale = 1.0 if mup_base_depth is None else mup_base_depth / num_layers
         out_channels = in_channels if out_channels is None else out_channels
         height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
         self.grid = _patch_grid(height, width, patch_size)
@@ -106,9 +123,11 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.context_embed = nn.Linear(cross_attention_dim, hidden_size) if cross_attention_dim else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_extra_tokens + self.grid[0] * self.grid[1], hidden_size))
 
+        mlp_size = round(hidden_size * mlp_ratio)
+
         def blocks(n: int, has_skip: bool) -> nn.ModuleList:
             return nn.ModuleList(
-                UViTBlock(hidden_size, num_attention_heads, round(hidden_size * mlp_ratio), block_scale, has_skip)
+                UViTBlock(hidden_size, num_attention_heads, mlp_size, block_scale, branch_scale, has_skip)
                 for _ in range(n)
             )
 
@@ -122,6 +141,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self._init_weights()
 
         self._init_skip_scaling(skip_scaling)  # after `_init_weights`, which would change the gates
+        start_mup(self)
         start_layers(self, skip_init, zero_init_residual)
 
     @classmethod
@@ -133,6 +153,13 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                     f"{pretrained_model_name_or_path} has trained weights: leave it out"
                 )
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    def mup_skeleton(self, multiple: int) -> "UViTModel":
+        """Return the model with a multiple of the base width, on the meta device."""
+        width, heads = self.config.mup_base_width * multiple, self.config.num_attention_heads
+        size = {"hidden_size": width, "num_attention_heads": width * heads // self.config.hidden_size}
+        with torch.device("meta"):
+            return type(self).from_config({**self.config, **size, "mup_base_width": None})
 
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -283,6 +310,7 @@ class UViTBlock(nn.Module):
         num_attention_heads: int,
         mlp_size: int,
         block_scale: float | Literal["rezero"],
+        branch_scale: float,
         has_skip: bool,
     ):
         super().__init__()
@@ -293,8 +321,8 @@ class UViTBlock(nn.Module):
         self.attn = UViTAttention(hidden_size, num_attention_heads)
         self.norm2 = nn.LayerNorm(hidden_size)
         self.mlp = UViTMLP(hidden_size, mlp_size)
-        self.attn_residual = Residual(block_scale)
-        self.mlp_residual = Residual(block_scale)
+        self.attn_residual = Residual(block_scale, branch_scale)
+        self.mlp_residual = Residual(block_scale, branch_scale)
 
     def forward(
         self,
@@ -351,16 +379,18 @@ class UViTMLP(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + t f(x). The paper's models have t = 1; Table 3 compares other values."""
+    """x + c t f(x). The paper's models have c = t = 1; Table 3 compares other values of t."""
 
-    def __init__(self, scale: float | Literal["rezero"]):
+    def __init__(self, scale: float | Literal["rezero"], branch_scale: float):
         super().__init__()
         self.scale = nn.Parameter(torch.zeros(1)) if scale == "rezero" else scale
+        self.branch_scale = branch_scale
 
     def forward(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         if isinstance(self.scale, torch.Tensor):
-            return hidden_states + self.scale.to(branch.dtype) * branch
-        return torch.add(hidden_states, branch, alpha=self.scale)
+            branch = self.scale.to(branch.dtype) * branch
+            return torch.add(hidden_states, branch, alpha=self.branch_scale)
+        return torch.add(hidden_states, branch, alpha=self.scale * self.branch_scale)
 
 
 def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,19 @@ class ModelConfig:
         None, "multiply the learning rate of the layers through which the long skips join the residual path "
         "(default: 0.1 for the built-in U-ViT, otherwise 1)", at_least=0,
     )  # fmt: skip
+    hidden_size: int | None = option(
+        None, "width of the U-ViT, with heads as wide as before (default: the preset's or the config's)",
+        at_least=1, on_resume="fixed",
+    )  # fmt: skip
+    mup_base_width: int | None = option(
+        None,
+        "train a U-ViT with muP: use the learning rate that was tuned for this width",
+        at_least=1,
+        on_resume="fixed",
+    )
+    mup_base_depth: int | None = option(
+        None, "multiply the residual branches of a U-ViT by N / its number of layers", at_least=1, on_resume="fixed"
+    )
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
     )

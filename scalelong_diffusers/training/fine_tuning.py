@@ -32,7 +32,7 @@ from scalelong_diffusers.training.stable_diffusion import (
     tokenizers,
     training_schedule,
 )
-from scalelong_diffusers.training.step import parameter_groups
+from scalelong_diffusers.training.step import optimizer_groups
 from scalelong_diffusers.training.text import check_validation_prompts
 
 
@@ -89,7 +89,7 @@ class FineTuning:
         trained, warmup_steps = scale_without_jump(
             self.pipe, config.skip_scaling, options.skip_scaling_warmup_steps, config.lora_rank, config.lora_alpha
         )
-        groups = parameter_groups(options, [self.pipe.unet], trained)
+        groups = optimizer_groups(options, [self.pipe.unet], trained)
         optimizer = eight_bit_adam(options, groups) if config.use_8bit_adam else None
         self.run.start({"unet": self.pipe.unet}, optimizer, warmup_steps)
 
@@ -168,11 +168,7 @@ def eight_bit_adam(options: OptimizationConfig, groups: list[dict[str, Any]]) ->
         from bitsandbytes.optim import AdamW8bit  # optional
     except ImportError as error:
         raise UserError("--use_8bit_adam needs a package: pip install bitsandbytes") from error
-    return AdamW8bit(
-        groups,
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_epsilon,
-    )
+    return AdamW8bit(groups, betas=(options.adam_beta1, options.adam_beta2))
 
 
 # The attention projections, as in diffusers' own scripts for Stable Diffusion.

@@ -25,7 +25,7 @@ from scalelong_diffusers.pipelines.compatibility import (
 )
 from scalelong_diffusers.presets import get_preset
 from scalelong_diffusers.randomness import seed_for
-from scalelong_diffusers.training.config import TrainingConfig
+from scalelong_diffusers.training.config import ModelConfig, TrainingConfig
 
 
 # The built-in models have about ten million parameters.
@@ -43,6 +43,8 @@ _SMALL_TEXT_UNET = {
     "attention_head_dim": 4,  # the number of heads, despite its name in diffusers
 }
 _MAX_PATCHES_PER_SIDE = 16
+# Flags that override the config of a U-ViT.
+_UVIT_FLAGS = ("hidden_size", "mup_base_width", "mup_base_depth")
 _DEFAULT_START = {"skip_init": REFERENCE, "zero_init_residual": False}
 
 
@@ -73,13 +75,13 @@ def build_model(
     torch.manual_seed(seed_for(config.optimization.seed, "model"))
     stored: dict[str, Any] = {}
     if options.model_config_name_or_path is not None:
-        model, stored = _from_config(options.model_config_name_or_path)
+        model, stored = _from_config(options)
         _check_condition(options.model_config_name_or_path, model, num_class_embeds, has_text=text is not None)
     elif options.preset is not None:
         preset = get_preset(options.preset)
-        model = preset.model_class.from_config({**preset.config, **shape, **classes})
+        model = _build(preset.model_class, {**preset.config, **shape, **classes}, options)
     else:
-        model = _small_model(options.model_type, resolution, {**shape, **classes, **(text or {})})
+        model = _small_model(options, resolution, {**shape, **classes, **(text or {})})
     _check_fit(model, resolution, factor, channels, vae)
     _check_image_size(data, model, factor)
     apply_skip_scaling(model, config.skip_scaling)
@@ -88,12 +90,28 @@ def build_model(
     return model
 
 
-def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]) -> ModelMixin:
-    if model_type == "unet" and "cross_attention_dim" in config:
+def _build(model_class: type[ModelMixin], config: Mapping[str, Any], options: ModelConfig) -> ModelMixin:
+    """Build a model from its config and the flags that override it."""
+    flags = {name: getattr(options, name) for name in _UVIT_FLAGS if getattr(options, name) is not None}
+    if flags and not issubclass(model_class, UViTModel):
+        name, value = next(iter(flags.items()))
+        raise UserError(f"--{name} {value} is for a U-ViT, and the model is a {model_class.__name__}: leave it out")
+    if "hidden_size" in flags:
+        head_width = config["hidden_size"] // config["num_attention_heads"]
+        flags["num_attention_heads"], rest = divmod(flags["hidden_size"], head_width)
+        if rest:
+            raise UserError(
+                f"--hidden_size must be a multiple of {head_width}, the width of a head, got {flags['hidden_size']}"
+            )
+    return model_class.from_config({**config, **flags})
+
+
+def _small_model(options: ModelConfig, resolution: int, config: dict[str, Any]) -> ModelMixin:
+    if options.model_type == "unet" and "cross_attention_dim" in config:
         config.pop("context_length")  # it takes texts of any length
-        return ScaleLongUNet2DConditionModel(**_SMALL_TEXT_UNET, **config)
-    if model_type == "unet":
-        return ScaleLongUNet2DModel(**_SMALL_UNET, **config)
+        return _build(ScaleLongUNet2DConditionModel, {**_SMALL_TEXT_UNET, **config}, options)
+    if options.model_type == "unet":
+        return _build(ScaleLongUNet2DModel, {**_SMALL_UNET, **config}, options)
     size = config["sample_size"]
     patch = _patch_size(size)
     if patch is None:
@@ -102,7 +120,7 @@ def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]
             f"--resolution {resolution} is not divisible into patches for the small U-ViT; the nearest resolution "
             f"that is divisible: {nearest * (resolution // size)}"
         )
-    return UViTModel(patch_size=patch, **_SMALL_UVIT, **config)
+    return _build(UViTModel, {"patch_size": patch, **_SMALL_UVIT, **config}, options)
 
 
 def _patch_size(size: int) -> int | None:
@@ -111,12 +129,13 @@ def _patch_size(size: int) -> int | None:
     return sizes[0] if sizes else (1 if 4 <= size < 8 else None)
 
 
-def _from_config(source: str) -> tuple[ModelMixin, dict[str, Any]]:
+def _from_config(options: ModelConfig) -> tuple[ModelMixin, dict[str, Any]]:
     """
     Build an untrained model from a config, and return both. Weights in the same folder are not loaded.
 
     The model has no skip scaling and its random init.
     """
+    source = options.model_config_name_or_path
     if source.endswith(".json"):
         folder, name = os.path.split(source)
         config = read_json(folder or ".", name) if os.path.isfile(source) else None
@@ -132,8 +151,8 @@ def _from_config(source: str) -> tuple[ModelMixin, dict[str, Any]]:
     if not (isinstance(model_class, type) and issubclass(model_class, ModelMixin)):
         raise UserError(f"{source} is the config of {name}, which is not a model of diffusers or of this package")
     applied_later = ("skip_scaling", "skip_init", "zero_init_residual")
-    model = model_class.from_config({key: value for key, value in config.items() if key not in applied_later})
-    return model, config
+    own = {key: value for key, value in config.items() if key not in applied_later}
+    return _build(model_class, own, options), config
 
 
 def _check_condition(source: str, model: ModelMixin, num_class_embeds: int | None, has_text: bool):

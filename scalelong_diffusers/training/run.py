@@ -25,6 +25,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.models.mup import mixes_mup_settings
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
@@ -43,7 +44,7 @@ from scalelong_diffusers.training.settings import (
     describe_settings,
     inexact_resume_warning,
 )
-from scalelong_diffusers.training.step import OptimizerStep, adamw, parameter_groups
+from scalelong_diffusers.training.step import OptimizerStep, adamw, optimizer_groups
 
 
 SETTINGS_FILE = "settings.json"
@@ -222,8 +223,15 @@ class TrainingRun:
         }
         steps = self.size.max_train_steps
         if optimizer is None:
-            scale = self.config.start.get("skip_lr_scale")
-            optimizer = adamw(options, parameter_groups(options, modules.values(), named_parameters.values(), scale))
+            groups = optimizer_groups(
+                options, modules.values(), named_parameters.values(), self.config.start.get("skip_lr_scale")
+            )
+            optimizer = adamw(options, groups)
+        elif any(mixes_mup_settings(module, optimizer) for module in modules.values()):
+            self.accelerator.print(
+                "warning: the optimizer trains parameters with equal settings that muP trains with different ones, so "
+                "its learning rates are wrong: build it from mup_param_groups(model, ...)"
+            )
         self.optimizer_step = OptimizerStep(options, self.accelerator, named_parameters, optimizer, steps)
         # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
         self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}

@@ -80,6 +80,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         "data": f"{run.data.description}: {train:,} for training, {validation:,} for validation"
         + _describe_classes(run.data),
         "data_fingerprint": run.data.fingerprint,
+        **{name: run.modules["unet"].config.get(name) for name in ("mup_base_width", "mup_base_depth")},
         "model": _describe_model(run.modules["unet"], scaling),
         "architecture": _architecture_checksum(run.modules["unet"]),
     }
@@ -103,7 +104,7 @@ def _describe_model(model: nn.Module, scaling: SkipScalingConfig) -> str:
 
 def _architecture_checksum(model: ModelMixin) -> str:
     """Return a checksum of the model's config without the entries that are compared one by one."""
-    others = ("skip_scaling", "skip_init", "zero_init_residual")
+    others = ("skip_scaling", "skip_init", "zero_init_residual", "mup_base_width", "mup_base_depth")
     config = {name: value for name, value in model.config.items() if name[0] != "_" and name not in others}
     return checksum(json.dumps(config, sort_keys=True))[:12]
 

@@ -10,9 +10,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from scalelong_diffusers.models.mixin import SkipScalingMixin
-from scalelong_diffusers.models.skip_init import skip_layer_parameters
-from scalelong_diffusers.scaling import SkipMethod
+from scalelong_diffusers.models.mup import param_groups
 from scalelong_diffusers.training.config import OptimizationConfig
 
 
@@ -148,43 +146,20 @@ class OptimizerStep:
         return [name for name, weight in self.named_parameters.items() if not weight.isfinite().all()][:count]
 
 
-def parameter_groups(
+def optimizer_groups(
     config: OptimizationConfig,
     modules: Iterable[nn.Module],
     parameters: Iterable[nn.Parameter],
     skip_lr_scale: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the parameters by learning rate and weight decay. Skip layers and scaling methods can have their own."""
-    kinds = {}
-    for module in modules:
-        if skip_lr_scale is not None and isinstance(module, SkipScalingMixin):
-            kinds |= dict.fromkeys(skip_layer_parameters(module), (skip_lr_scale, True))
-        for method in module.modules():
-            if isinstance(method, SkipMethod):
-                kind = (method.learning_rate_scale, method.has_weight_decay)
-                kinds |= dict.fromkeys(method.parameters(), kind)
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): []}  # its learning rate is logged
-    for parameter in parameters:
-        groups.setdefault(kinds.get(parameter, (1.0, True)), []).append(parameter)
-    return [
-        {
-            "params": group,
-            "lr": config.learning_rate * scale,
-            "weight_decay": config.adam_weight_decay if has_weight_decay else 0.0,
-        }
-        for (scale, has_weight_decay), group in groups.items()
-        if group
-    ]
+    """Return the parameters in groups of equal settings. The learning rate of the first group is logged."""
+    settings = config.learning_rate, config.adam_weight_decay, config.adam_epsilon
+    return param_groups(modules, parameters, *settings, skip_lr_scale)
 
 
 def adamw(config: OptimizationConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     """Return the AdamW of a config. It is fused, because only a fused optimizer can skip a step on the device."""
-    return torch.optim.AdamW(
-        groups,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    return torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), fused=True)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -229,15 +229,19 @@ def rewrite(checkpoint, name, change):
     checksums_file.write_text(json.dumps(json.loads(checksums_file.read_text()) | {name: checksum(file)}))
 
 
-def test_resumes_a_run_from_before_the_starts_of_skip_layers(train, stopped_at, finished, assert_same_run):
-    new = ("skip_init", "zero_init_residual", "skip_lr_scale", "skip_scaling_options")
+def test_resumes_a_run_from_before_newer_settings(train, stopped_at, finished, assert_same_run):
+    new = (
+        *("skip_init", "zero_init_residual", "skip_lr_scale", "skip_scaling_options"),
+        *("hidden_size", "mup_base_width", "mup_base_depth"),
+    )
     folder = stopped_at(8)
 
     def forget_settings(state):
         assert [state["settings"].pop(name) for name in new] == [None] * len(new)
 
     rewrite(folder / "checkpoint-8", "state.json", forget_settings)
-    rewrite(folder / "checkpoint-8", "unet/config.json", lambda config: [config.pop(name) for name in new[:2]])
+    entries = ("skip_init", "zero_init_residual", "mup_base_width", "mup_base_depth")
+    rewrite(folder / "checkpoint-8", "unet/config.json", lambda config: [config.pop(name) for name in entries])
     train(folder, **RESUME)
     assert_same_run(folder, finished)
 

@@ -8,7 +8,7 @@ import torch
 from scalelong_diffusers import ScaleLongUNet2DModel, UserError, UViTModel
 from scalelong_diffusers.train import train_unconditional
 from scalelong_diffusers.training import OptimizationConfig, TrainingConfig, make_config
-from scalelong_diffusers.training.step import parameter_groups
+from scalelong_diffusers.training.step import optimizer_groups
 
 
 UVIT = {"sample_size": 8, "patch_size": 2, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2}
@@ -26,7 +26,7 @@ def names(model, parameters):
 
 def test_skip_layers_have_their_own_learning_rate(model):
     config = OptimizationConfig(learning_rate=1e-3)
-    others, layers = parameter_groups(config, [model], model.parameters(), skip_lr_scale=0.1)
+    others, layers = optimizer_groups(config, [model], model.parameters(), skip_lr_scale=0.1)
     assert (others["lr"], layers["lr"]) == (1e-3, 1e-4)
     expected = {
         name for name in names(model, model.parameters())
@@ -34,14 +34,14 @@ def test_skip_layers_have_their_own_learning_rate(model):
     }  # fmt: skip
     assert names(model, layers["params"]) == expected
     assert len(others["params"]) + len(layers["params"]) == len(list(model.parameters()))
-    (group,) = parameter_groups(config, [model], model.parameters())
+    (group,) = optimizer_groups(config, [model], model.parameters())
     assert len(group["params"]) == len(list(model.parameters()))
 
 
 def test_methods_have_their_own_learning_rate_and_decay():
     config = OptimizationConfig(learning_rate=1e-3, adam_weight_decay=0.1)
     model = UViTModel(**UVIT, skip_scaling="token_gates")
-    others, gates = parameter_groups(config, [model], model.parameters())
+    others, gates = optimizer_groups(config, [model], model.parameters())
     assert (gates["lr"], gates["weight_decay"], others["weight_decay"]) == (5e-5, 0.0, 0.1)
     assert names(model, gates["params"]) == {n for n in names(model, model.parameters()) if "skip_scaler" in n}
 

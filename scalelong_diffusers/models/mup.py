@@ -1,0 +1,165 @@
+"""
+Maximal update parametrization (muP): the best learning rate of a narrow model is also right for a wide one.
+
+With m = width / base width, Adam's settings and the init of a parameter depend on its role:
+
+| role | its shape | init std | learning rate | weight decay | eps |
+|---|---|---|---|---|---|
+| input | grows with the width where it writes: embeddings, biases, gains | | | | / m |
+| hidden | grows where it reads and where it writes | / sqrt(m) | / m | * m | / m |
+| output | grows where it reads | / m | / m | * m | |
+| fixed | does not grow | | | | |
+
+Often the output layer keeps its init and learning rate, and divides its input by m. For Adam this is the same
+training, but then the output of saved weights depends on m. AdamW's decay per step, learning rate * weight decay,
+stays constant. Gradients of input and hidden weights shrink like 1 / m, and so must eps.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from diffusers import ModelMixin
+from torch import nn
+
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.models.skip_init import skip_layer_parameters
+from scalelong_diffusers.scaling import SkipMethod
+from scalelong_diffusers.scaling.gates import GateLinear
+
+
+Role = Literal["input", "hidden", "output", "fixed"]
+
+
+@dataclass(frozen=True)
+class ParameterScale:
+    """Factors of a parameter's settings, relative to the model of the base width. `ratio` is m."""
+
+    role: Role
+    ratio: float
+
+    @property
+    def init_std(self) -> float:
+        return {"hidden": 1 / math.sqrt(self.ratio), "output": 1 / self.ratio}.get(self.role, 1.0)
+
+    @property
+    def learning_rate(self) -> float:
+        return 1 / self.ratio if self.role in ("hidden", "output") else 1.0
+
+    @property
+    def weight_decay(self) -> float:
+        return 1 / self.learning_rate
+
+    @property
+    def eps(self) -> float:
+        return 1 / self.ratio if self.role in ("input", "hidden") else 1.0
+
+
+def mup_scales(model: ModelMixin) -> dict[str, ParameterScale]:
+    """Return the scale of each parameter by name. It is empty for a model without `mup_base_width`."""
+    if model.config.get("mup_base_width") is None:
+        return {}
+    base, wider = model.mup_skeleton(1), model.mup_skeleton(2)
+    base_shapes, wider_shapes = ({n: p.shape for n, p in m.named_parameters()} for m in (base, wider))
+    scales = {}
+    for name, parameter in model.named_parameters():
+        if name not in base_shapes:
+            raise UserError(
+                f"muP has no rule for the parameter {name}: a {type(model).__name__} with this config does not have "
+                "it. Add LoRA and other layers only to a model that is not trained with muP"
+            )
+        grown = [d for d, (a, b) in enumerate(zip(base_shapes[name], wider_shapes[name])) if a != b]
+        role = _role(base, name, grown)
+        scales[name] = ParameterScale(
+            role, parameter.shape[grown[-1]] / base_shapes[name][grown[-1]] if grown else 1.0
+        )
+    return scales
+
+
+def _role(model: nn.Module, name: str, grown: list[int]) -> Role:
+    """Return the role of a parameter with these growing dimensions."""
+    if not grown:
+        return "fixed"
+    owner = model.get_submodule(name.rpartition(".")[0])
+    is_vector = len(model.get_parameter(name).shape) == 1
+    if is_vector or isinstance(owner, nn.Embedding) or name in model.mup_inputs:
+        return "input"
+    if isinstance(owner, nn.Linear | nn.Conv2d | GateLinear):
+        return "hidden" if grown == [0, 1] else ("input" if grown == [0] else "output")
+    raise UserError(
+        f"muP has no rule for the parameter {name} of a {type(owner).__name__}: build the module from nn.Linear or "
+        "from vectors"
+    )
+
+
+@torch.no_grad()
+def start_mup(model: ModelMixin):
+    """Scale the initial weights of a new model. Gates start in proportion to their width by themselves."""
+    for name, scale in mup_scales(model).items():
+        if scale.init_std != 1 and not name.startswith("skip_scaler."):
+            model.get_parameter(name).mul_(scale.init_std)
+
+
+def mup_param_groups(
+    model: ModelMixin, learning_rate: float, weight_decay: float = 0.0, eps: float = 1e-8
+) -> list[dict[str, Any]]:
+    """
+    Return the parameters of a model with `mup_base_width` in groups for Adam or AdamW.
+
+    Args:
+        learning_rate, weight_decay, eps: the settings of the model with the base width. Learning rate schedulers of
+            torch multiply the learning rate of each group.
+
+    ```python
+    model = UViTModel(hidden_size=512, num_attention_heads=8, mup_base_width=128)
+    optimizer = torch.optim.AdamW(mup_param_groups(model, learning_rate=2e-3, weight_decay=0.03))
+    ```
+    """
+    if model.config.get("mup_base_width") is None:
+        raise UserError(f"this {type(model).__name__} has no mup_base_width: build it with one to train it with muP")
+    return param_groups([model], model.parameters(), learning_rate, weight_decay, eps)
+
+
+def param_groups(
+    models: Iterable[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    eps: float,
+    skip_lr_scale: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return the parameters in groups of equal settings. The first group has the learning rate that is passed."""
+    factors = {}
+    for model in models:
+        factors |= _setting_factors(model, skip_lr_scale)
+    groups: dict[tuple[float, float, float], list[nn.Parameter]] = {(1.0, 1.0, 1.0): []}
+    for parameter in parameters:
+        groups.setdefault(factors.get(parameter, (1.0, 1.0, 1.0)), []).append(parameter)
+    return [
+        {"params": group, "lr": learning_rate * lr, "weight_decay": weight_decay * decay, "eps": eps * eps_factor}
+        for (lr, decay, eps_factor), group in groups.items()
+        if group
+    ]
+
+
+def mixes_mup_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer trains parameters with equal settings that muP trains with different ones."""
+    factors = _setting_factors(model, skip_lr_scale=None)
+    return any(len({factors[p] for p in group["params"] if p in factors}) > 1 for group in optimizer.param_groups)
+
+
+def _setting_factors(model: nn.Module, skip_lr_scale: float | None) -> dict[nn.Parameter, tuple[float, float, float]]:
+    """Return the factors of learning rate, weight decay and eps of muP, skip layers and scaling methods."""
+    scales = mup_scales(model) if isinstance(model, SkipScalingMixin) else {}
+    is_slow = skip_lr_scale is not None and isinstance(model, SkipScalingMixin)
+    slow = set(skip_layer_parameters(model)) if is_slow else set()
+    methods = {p: m for m in model.modules() if isinstance(m, SkipMethod) for p in m.parameters()}
+    factors = {}
+    for name, parameter in model.named_parameters():
+        scale, method = scales.get(name, ParameterScale("fixed", 1.0)), methods.get(parameter, SkipMethod)
+        lr = scale.learning_rate * method.learning_rate_scale * (skip_lr_scale if parameter in slow else 1.0)
+        factors[parameter] = (lr, scale.weight_decay * method.has_weight_decay, scale.eps)
+    return factors
