@@ -49,13 +49,9 @@ log.
 """
 
 import argparse
-import json
 import os
-import shutil
-import statistics
-import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +61,6 @@ from convergence_runs import (
     METHODS,
     METHODS_ON,
     QUICK,
-    STOPPED_EARLY,
     TRAINING,
     WORKLOADS,
     Results,
@@ -74,6 +69,7 @@ from convergence_runs import (
 )
 from fashion_mnist import data_source, feature_network
 from measure import exit_on_signals
+from trainings import Scheduler, evaluations
 
 from scalelong_diffusers.errors import UserError
 
@@ -116,9 +112,9 @@ def compare(arguments: argparse.Namespace):
         report(results, quick)
         return
     with results.locked():
-        scheduler = Scheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
+        scheduler = ConvergenceScheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
         for workload in [QUICK] if quick else arguments.workloads:
-            scheduler.run_all(workload, arguments.methods)
+            scheduler.run_all(partial(results.planned_runs, workload, arguments.methods))
             report(results, quick)
 
 
@@ -128,54 +124,22 @@ def report(results: Results, quick: bool):
         draw_figure(results, FIGURES)
 
 
-class Scheduler:
-    """Runs several trainings at a time, each in its own process."""
+class ConvergenceScheduler(Scheduler[Run]):
+    """Runs the trainings of this benchmark on a dataset."""
 
     def __init__(self, folder: Path, data: dict[str, str], results: Results, jobs: int):
-        self.folder = folder
+        super().__init__(folder, results, jobs)
         self.data = data
-        self.results = results
-        self.jobs = jobs
-        self.processes: dict[Run, subprocess.Popen] = {}
         self.accuracy: float | None = None
 
-    def run_all(self, workload: str, methods: list[str]):
-        """Run all planned runs of a workload that have no results, and add their results."""
-        try:
-            while (waiting := self._waiting(workload, methods)) or self.processes:
-                for run in waiting[: self.jobs - len(self.processes)]:
-                    self.processes[run] = self._start(run)
-                time.sleep(1)
-                for run, process in list(self.processes.items()):
-                    early = process.poll() is None and self._is_hopeless(run)
-                    if early:
-                        process.terminate()
-                        process.wait()
-                    if process.poll() is not None:
-                        self._collect(run, process, early)
-                        del self.processes[run]
-                        self._report(run, len(self._waiting(workload, methods)))
-        except BaseException:
-            # Each run saves a checkpoint, and the same command resumes it.
-            for process in self.processes.values():
-                process.terminate()
-            for process in self.processes.values():
-                process.wait()
-            raise
+    def script(self, run: Run) -> str:
+        return WORKLOADS[run.workload].script
 
-    def _waiting(self, workload: str, methods: list[str]) -> list[Run]:
-        planned = self.results.planned_runs(workload, methods)
-        return [run for run in planned if run not in self.results and run not in self.processes]
-
-    def _start(self, run: Run) -> subprocess.Popen:
+    def settings(self, run: Run) -> dict[str, Any]:
         workload = WORKLOADS[run.workload]
-        config = self.folder / f"{run.name}.json"
-        config.write_text(json.dumps(run.model))
-        settings = {
+        return {
             **TRAINING,
             **(self.data if workload.uses_fashion_mnist else {}),
-            "output_dir": self._output(run),
-            "model_config_name_or_path": config,
             "learning_rate": run.learning_rate,
             "adam_beta1": run.beta1,
             "seed": run.seed,
@@ -185,17 +149,6 @@ class Scheduler:
             **run.flags,
             **(self._fid_settings(run) if run.measures_fid else {}),
         }
-        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items()]
-        if any(self._output(run).glob("checkpoint-*")):
-            words.append("--resume_from_checkpoint=latest")
-        with open(self._error_log(run), "w") as errors:
-            return subprocess.Popen(
-                [sys.executable, "-m", f"scalelong_diffusers.train.{workload.script}", *words],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,  # Ctrl-C reaches only the benchmark, which stops its runs
-            )
 
     def _fid_settings(self, run: Run) -> dict[str, str | int | Path]:
         network = self.folder / "feature-network"
@@ -208,61 +161,15 @@ class Scheduler:
             "num_inference_steps": 20,
         }
 
-    def _output(self, run: Run) -> Path:
-        return self.folder / run.name
+    def is_hopeless(self, run: Run, log: list[dict[str, Any]]) -> bool:
+        return run.is_tuning and self.results.is_hopeless(run, curve(evaluations(log)))
 
-    def _error_log(self, run: Run) -> Path:
-        return self.folder / f"{run.name}.log"
+    def measurements(self, log: list[dict[str, Any]]) -> dict[str, Any]:
+        fids = [[line["step"], round(line["fid"], 3)] for line in log if "fid" in line]
+        return {**super().measurements(log), **({"fid": fids, "accuracy": self.accuracy} if fids else {})}
 
-    def _log(self, run: Run) -> list[dict[str, Any]]:
-        """Return the complete lines of the run's log."""
-        file = self._output(run) / "metrics.jsonl"
-        text = file.read_text() if file.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-    def _is_hopeless(self, run: Run) -> bool:
-        if not run.is_tuning:
-            return False
-        return self.results.is_hopeless(run, curve(_evaluations(self._log(run))))
-
-    def _collect(self, run: Run, process: subprocess.Popen, early: bool = False):
-        messages = self._error_log(run).read_text().strip().splitlines() or ["no error message"]
-        stopped = STOPPED_EARLY if early else messages[-1] if process.returncode else None
-        if stopped is not None and not early and "finite" not in stopped:
-            sys.exit(f"{run.name} exited with code {process.returncode}: {stopped}")
-        lines = self._log(run)
-        steps = [line["step"] for line in lines]
-        if steps != sorted(set(steps)):
-            sys.exit(f"{self._output(run)} was written by two processes: delete it and run the benchmark again")
-        fids = [[line["step"], round(line["fid"], 3)] for line in lines if "fid" in line]
-        measured = {
-            "stopped": stopped,
-            "evaluations": _evaluations(lines),
-            "images_per_second": statistics.median(line["images_per_second"] for line in lines) if lines else None,
-        }
-        self.results.add(run, {**measured, **({"fid": fids, "accuracy": self.accuracy} if fids else {})})
-        self._delete(run)
-
-    def _delete(self, run: Run):
-        """Delete the folder of a finished run, and keep its log."""
-        log = self._output(run) / "metrics.jsonl"
-        if log.exists():
-            log.replace(self.folder / f"{run.name}.jsonl")
-        shutil.rmtree(self._output(run), ignore_errors=True)
-
-    def _report(self, run: Run, waiting: int):
-        outcome = self.results.lines[run]["stopped"] or f"loss {self.results.final_loss(run):.4f}"
-        print(f"{time.strftime('%H:%M')} {run.name}: {outcome}; {waiting} runs are waiting", flush=True)
-
-
-def _evaluations(log: list[dict[str, Any]]) -> list[list[float | None]]:
-    """Return step, loss in EMA weights and in raw weights of each validation. None means that it was not finite."""
-    names = ("validation_loss", "validation_loss_raw")
-    return [
-        [line["step"], *(None if line[name] is None else round(line[name], 5) for name in names)]
-        for line in log
-        if names[0] in line
-    ]
+    def outcome(self, run: Run) -> str:
+        return self.results.lines[run]["stopped"] or f"loss {self.results.final_loss(run):.4f}"
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """The workloads, methods and runs of the convergence benchmark, and the results of finished runs."""
 
-import fcntl
-import json
 import math
 import re
 import statistics
-import sys
 from collections.abc import Iterable
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fashion_mnist import SIZE
-from measure import machine
+from results import ResultFile
+from trainings import STOPPED_EARLY
 
 
 _PLAIN = {"skip_scaling": "none", "skip_init": "reference"}
@@ -61,7 +58,6 @@ PAPER_RATES, PAPER_BETA1, PAPER_SEEDS = (5e-4, 1e-3, 2e-3, 4e-3), 0.99, (1, 2)
 QUICK_RATES = {PLAIN: 2e-3, "residual": 4e-3}
 # A tuning run stops after this fraction of its steps if its loss is above this factor times the lowest loss there.
 STOP_ABOVE = {1 / 4: 2.0, 1 / 2: 1.25}
-STOPPED_EARLY = "early"
 FID_WORKLOADS, FID_SEEDS, FID_PARTS = (BASE, "patch 4"), (1, 2, 3), 4
 
 VALIDATION_STEPS = 50
@@ -131,7 +127,6 @@ TRAINING = {
     "logging_steps": 50,
     "sample_steps": 0,
     "checkpointing_steps": 500,
-    "checkpoints_total_limit": 1,
 }
 
 
@@ -185,42 +180,11 @@ def tuning_runs(workload: str, method: str) -> list[Run]:
     return [Run(workload, method, rate, beta1) for rate in RATES for beta1 in BETA1S]
 
 
-class Results:
-    """The results of finished runs: a file with one JSON line per run."""
+class Results(ResultFile[Run]):
+    """The results of finished runs, and what follows from them."""
 
     def __init__(self, file: Path):
-        self.file = file
-        self._read()
-
-    def _read(self) -> int:
-        """Read all complete lines and return their size in bytes; a truncated line may follow."""
-        content = self.file.read_bytes() if self.file.exists() else b""
-        size = content.rfind(b"\n") + 1
-        self.lines = {Run(**line["run"]): line for line in map(json.loads, content[:size].splitlines())}
-        return size
-
-    @contextmanager
-    def locked(self):
-        """Lock the file against other processes, or exit if one holds it."""
-        with open(self.file, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                sys.exit(f"another process is adding runs to {self.file}: wait until it has finished")
-            self._read()  # lines that the other process added before it ended
-            yield
-
-    def add(self, run: Run, measurements: dict[str, Any]):
-        """Append the line of a run."""
-        line = {"run": asdict(run), **measurements, "machine": {**machine(), "threads": 1}}
-        size = self._read()  # again, since git may have changed the file during the run
-        with open(self.file, "ab") as file:
-            file.truncate(size)
-            file.write(json.dumps(line).encode() + b"\n")
-        self.lines[run] = line
-
-    def __contains__(self, run: Run) -> bool:
-        return run in self.lines
+        super().__init__(file, Run)
 
     def diverged(self, run: Run) -> bool:
         """Return whether the run stopped by itself or ended worse than it began, in EMA or raw weights."""

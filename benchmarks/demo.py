@@ -26,6 +26,7 @@ from demo_page import Frame, Run, build_page
 from measure import exit_on_signals, machine
 from PIL import Image
 from tqdm import tqdm
+from trainings import read_log
 
 from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.shapes import Drawing
@@ -176,7 +177,7 @@ def watch(processes: dict[str, subprocess.Popen], folder: Path, steps: int):
             time.sleep(0.5)
             is_running = any(process.poll() is None for process in processes.values())
             for bar, (name, process) in zip(bars, processes.items()):
-                show_progress(bar, read_metrics(folder / name))
+                show_progress(bar, read_log(folder / name))
                 check_exit(folder / name, process)
 
 
@@ -243,7 +244,7 @@ def progress_bars(folders: list[Path], steps: int) -> Iterator[list[tqdm]]:
         tqdm(
             desc=RUNS[folder.name]["label"].ljust(width),
             total=steps,
-            initial=_last_step(read_metrics(folder)),
+            initial=_last_step(read_log(folder)),
             position=position,
             bar_format=layout,
         )
@@ -290,7 +291,7 @@ def finish_run(folder: Path, steps: int) -> Run:
     return Run(
         label=run["label"],
         differences={**run["flags"], **run["model"]},
-        metrics=read_metrics(folder),
+        metrics=read_log(folder),
         film=[read_frame(folder, step) for step in film_steps(steps)],
         images=[(wanted, file.read_bytes(), recognize_class(Image.open(file))) for wanted, file in samples],
     )
@@ -339,13 +340,6 @@ def recognize_class(image: Image.Image) -> str:
         return "nothing"
     color, shape = found
     return f"{color} {shape or 'something'}"
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a run's log."""
-    file = folder / "metrics.jsonl"
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _is_run_without_checkpoint(folder: Path) -> bool:

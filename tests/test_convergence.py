@@ -16,7 +16,16 @@ import pytest
 def benchmark(project_root, monkeypatch):
     """Return a function that imports a module of the folder benchmarks/."""
     monkeypatch.syspath_prepend(str(project_root / "benchmarks"))
-    names = ("convergence", "convergence_runs", "convergence_report", "fashion_mnist", "chart", "measure")
+    names = (
+        "convergence",
+        "convergence_runs",
+        "convergence_report",
+        "fashion_mnist",
+        "chart",
+        "measure",
+        "results",
+        "trainings",
+    )
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)
@@ -370,7 +379,7 @@ def make_scheduler(benchmark, runs, tmp_path):
     data = convergence.data_source(str(tmp_path / "idx"), tmp_path / "runs")
 
     def make():
-        return convergence.Scheduler(tmp_path / "runs", data, runs.Results(tmp_path / "results.jsonl"), jobs=1)
+        return convergence.ConvergenceScheduler(tmp_path / "runs", data, runs.Results(tmp_path / "results.jsonl"), 1)
 
     return make
 
@@ -379,26 +388,26 @@ def make_scheduler(benchmark, runs, tmp_path):
 def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
     benchmark, runs, make_scheduler, monkeypatch, tmp_path
 ):
-    convergence = benchmark("convergence")
+    trainings = benchmark("trainings")
     for name in ("validation_steps", "logging_steps"):
         monkeypatch.setitem(runs.TRAINING, name, 4)
     tiny = runs.Workload({**runs.WORKLOADS["20 layers"].model, "num_layers": 4}, batch_size=2, steps=12)
     monkeypatch.setitem(runs.WORKLOADS, "quick", tiny)
     run, folder = runs.Run("quick", "residual", 4e-3), tmp_path / "runs"
     log = folder / run.name / "metrics.jsonl"
-    wait = convergence.time.sleep
+    wait = trainings.time.sleep
 
     def interrupt(seconds):
         wait(0.02)
         if log.exists() and log.read_text():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(convergence.time, "sleep", interrupt)
+    monkeypatch.setattr(trainings.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        make_scheduler().run_all("quick", ["residual"])
+        make_scheduler().run_all(lambda: [run])
     assert list((folder / run.name).glob("checkpoint-*"))
-    monkeypatch.setattr(convergence.time, "sleep", lambda seconds: wait(0.1))
-    make_scheduler().run_all("quick", ["residual"])
+    monkeypatch.setattr(trainings.time, "sleep", lambda seconds: wait(0.1))
+    make_scheduler().run_all(lambda: [run])
     (line,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert [step for step, *_ in line["evaluations"]] == [4, 8, 12]
     assert line["stopped"] is None
@@ -406,7 +415,7 @@ def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
     assert len((folder / f"{run.name}.jsonl").read_text().splitlines()) == 3
 
     monkeypatch.setattr(subprocess, "Popen", None)
-    make_scheduler().run_all("quick", ["residual"])  # starts no process
+    make_scheduler().run_all(lambda: [run])  # starts no process
 
 
 def test_all_runs_have_valid_flags(benchmark, runs, make_scheduler, monkeypatch):
@@ -447,15 +456,14 @@ def write_log(scheduler, run, losses):
 
 def test_hopeless_tuning_run_is_stopped_and_counts_as_finished(benchmark, runs, make_scheduler, monkeypatch, tmp_path):
     scheduler = make_scheduler()
-    monkeypatch.setattr(runs.Results, "planned_runs", lambda results, workload, methods: tuning)
-    monkeypatch.setattr(benchmark("convergence").time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(benchmark("trainings").time, "sleep", lambda seconds: None)
     good, run = tuning = runs.tuning_runs("12 layers", "plain")[:2]
     curve = [[50 * (k + 1), 1.0, 1.0] for k in range(30)]
     scheduler.results.add(good, {"stopped": None, "evaluations": curve})
     write_log(scheduler, run, [(300, 9.0), (350, 2.3)])
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     scheduler.processes[run] = process
-    scheduler.run_all("12 layers", ["plain"])
+    scheduler.run_all(lambda: tuning)
     assert process.poll() is not None
     assert scheduler.results.lines[run]["stopped"] == "early"
     assert scheduler.results.evaluations(run) == [(300, 9.0), (350, 2.3)]
@@ -468,10 +476,10 @@ def test_comparison_runs_are_never_stopped(runs, make_scheduler):
         scheduler.results.add(good, {"stopped": None, "evaluations": [[350, 0.1, 0.1]]})
     run = runs.Run("12 layers", "plain", 4e-3, 0.9, seed=1)
     write_log(scheduler, run, [(350, 9.0)])
-    assert not scheduler._is_hopeless(run)
+    assert not scheduler.is_hopeless(run, scheduler._log(run))
     tuning = runs.Run("12 layers", "plain", 4e-3, 0.9, seed=0)
     write_log(scheduler, tuning, [(350, 9.0)])
-    assert scheduler._is_hopeless(tuning)
+    assert scheduler.is_hopeless(tuning, scheduler._log(tuning))
 
 
 def test_run_that_fails_ends_the_benchmark_with_its_message(runs, make_scheduler):

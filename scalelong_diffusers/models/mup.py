@@ -13,6 +13,9 @@ With m = width / base width, Adam's settings and the init of a parameter depend 
 Often the output layer keeps its init and learning rate, and divides its input by m. For Adam this is the same
 training, but then the output of saved weights depends on m. AdamW's decay per step, learning rate * weight decay,
 stays constant. Gradients of input and hidden weights shrink like 1 / m, and so must eps.
+
+Depth: with c = base depth / depth, the residual branches are multiplied by c, as in CompleteP, and so is the learning
+rate of the skip layers, through which the hidden state passes one after the other.
 """
 
 import math
@@ -36,10 +39,11 @@ Role = Literal["input", "hidden", "output", "fixed"]
 
 @dataclass(frozen=True)
 class ParameterScale:
-    """Factors of a parameter's settings, relative to the model of the base width. `ratio` is m."""
+    """Factors of a parameter's settings, relative to the base model. `ratio` is m, and `depth` is c or 1."""
 
     role: Role
-    ratio: float
+    ratio: float = 1.0
+    depth: float = 1.0
 
     @property
     def init_std(self) -> float:
@@ -47,21 +51,27 @@ class ParameterScale:
 
     @property
     def learning_rate(self) -> float:
-        return 1 / self.ratio if self.role in ("hidden", "output") else 1.0
+        return self.depth / self.weight_decay
 
     @property
     def weight_decay(self) -> float:
-        return 1 / self.learning_rate
+        return self.ratio if self.role in ("hidden", "output") else 1.0
 
     @property
     def eps(self) -> float:
         return 1 / self.ratio if self.role in ("input", "hidden") else 1.0
 
 
+def has_mup(model: ModelMixin) -> bool:
+    return any(model.config.get(name) is not None for name in ("mup_base_width", "mup_base_depth"))
+
+
 def mup_scales(model: ModelMixin) -> dict[str, ParameterScale]:
-    """Return the scale of each parameter by name. It is empty for a model without `mup_base_width`."""
-    if model.config.get("mup_base_width") is None:
+    """Return the scale of each parameter by name. It is empty for a model without a base width or depth."""
+    if not has_mup(model):
         return {}
+    depth = model.mup_branch_scale
+    skip_layers = set(skip_layer_parameters(model))
     base, wider = model.mup_skeleton(1), model.mup_skeleton(2)
     base_shapes, wider_shapes = ({n: p.shape for n, p in m.named_parameters()} for m in (base, wider))
     scales = {}
@@ -73,9 +83,8 @@ def mup_scales(model: ModelMixin) -> dict[str, ParameterScale]:
             )
         grown = [d for d, (a, b) in enumerate(zip(base_shapes[name], wider_shapes[name])) if a != b]
         role = _role(base, name, grown)
-        scales[name] = ParameterScale(
-            role, parameter.shape[grown[-1]] / base_shapes[name][grown[-1]] if grown else 1.0
-        )
+        ratio = parameter.shape[grown[-1]] / base_shapes[name][grown[-1]] if grown else 1.0
+        scales[name] = ParameterScale(role, ratio, depth if parameter in skip_layers else 1.0)
     return scales
 
 
@@ -107,10 +116,10 @@ def mup_param_groups(
     model: ModelMixin, learning_rate: float, weight_decay: float = 0.0, eps: float = 1e-8
 ) -> list[dict[str, Any]]:
     """
-    Return the parameters of a model with `mup_base_width` in groups for Adam or AdamW.
+    Return the parameters of a model with `mup_base_width` or `mup_base_depth` in groups for Adam or AdamW.
 
     Args:
-        learning_rate, weight_decay, eps: the settings of the model with the base width. Learning rate schedulers of
+        learning_rate, weight_decay, eps: the settings of the base model. Learning rate schedulers of
             torch multiply the learning rate of each group.
 
     ```python
@@ -118,7 +127,7 @@ def mup_param_groups(
     optimizer = torch.optim.AdamW(mup_param_groups(model, learning_rate=2e-3, weight_decay=0.03))
     ```
     """
-    if model.config.get("mup_base_width") is None:
+    if not has_mup(model):
         raise UserError(f"this {type(model).__name__} has no mup_base_width: build it with one to train it with muP")
     return param_groups([model], model.parameters(), learning_rate, weight_decay, eps)
 
@@ -159,7 +168,7 @@ def _setting_factors(model: nn.Module, skip_lr_scale: float | None) -> dict[nn.P
     methods = {p: m for m in model.modules() if isinstance(m, SkipMethod) for p in m.parameters()}
     factors = {}
     for name, parameter in model.named_parameters():
-        scale, method = scales.get(name, ParameterScale("fixed", 1.0)), methods.get(parameter, SkipMethod)
+        scale, method = scales.get(name, ParameterScale("fixed")), methods.get(parameter, SkipMethod)
         lr = scale.learning_rate * method.learning_rate_scale * (skip_lr_scale if parameter in slow else 1.0)
         factors[parameter] = (lr, scale.weight_decay * method.has_weight_decay, scale.eps)
     return factors

@@ -58,8 +58,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         timestep_scale, timestep_offset: the input of the time embedding is (timestep + offset) * scale.
         mup_base_width: `hidden_size` of a model whose learning rate was tuned, with heads of the same width. This
             model then starts with muP, the maximal update parametrization, and learns with [`mup_param_groups`].
-        mup_base_depth: `num_layers` of a model whose learning rate was tuned. The residual branches are multiplied
-            by `mup_base_depth / num_layers`.
+        mup_base_depth: `num_layers` of a model whose learning rate was tuned, for models with the residual start. The
+            residual branches, and the learning rate of the skip layers, are multiplied by its ratio to `num_layers`.
         skip_init, zero_init_residual: initialization of the layers that read the long skips, and of the residual
             branches; see [`apply_skip_init`].
         skip_scaling: a [`SkipScalingConfig`], a dict of its fields, or a method.
@@ -111,7 +111,6 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
             )
         if mup_base_depth is not None and mup_base_depth < 1:
             raise UserError(f"mup_base_depth must be at least 1, got {mup_base_depth}")
-        branch_scale = 1.0 if mup_base_depth is None else mup_base_depth / num_layers
         out_channels = in_channels if out_channels is None else out_channels
         height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
         self.grid = _patch_grid(height, width, patch_size)
@@ -127,7 +126,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
 
         def blocks(n: int, has_skip: bool) -> nn.ModuleList:
             return nn.ModuleList(
-                UViTBlock(hidden_size, num_attention_heads, mlp_size, block_scale, branch_scale, has_skip)
+                UViTBlock(hidden_size, num_attention_heads, mlp_size, block_scale, self.mup_branch_scale, has_skip)
                 for _ in range(n)
             )
 
@@ -154,12 +153,19 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                 )
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
+    @property
+    def mup_branch_scale(self) -> float:
+        """The factor of the residual branches, and of the learning rate of the skip layers."""
+        base = self.config.mup_base_depth
+        return 1.0 if base is None else base / self.config.num_layers
+
     def mup_skeleton(self, multiple: int) -> "UViTModel":
         """Return the model with a multiple of the base width, on the meta device."""
-        width, heads = self.config.mup_base_width * multiple, self.config.num_attention_heads
-        size = {"hidden_size": width, "num_attention_heads": width * heads // self.config.hidden_size}
+        width, heads = self.config.hidden_size, self.config.num_attention_heads
+        base = multiple * (self.config.mup_base_width or width)
+        changes = {"hidden_size": base, "num_attention_heads": base * heads // width}
         with torch.device("meta"):
-            return type(self).from_config({**self.config, **size, "mup_base_width": None})
+            return type(self).from_config({**self.config, **changes, "mup_base_width": None, "mup_base_depth": None})
 
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)

@@ -72,7 +72,7 @@ class ModelConfig:
         on_resume="fixed",
     )
     mup_base_depth: int | None = option(
-        None, "multiply the residual branches of a U-ViT by N / its number of layers", at_least=1, on_resume="fixed"
+        None, "the same for the number of layers of a U-ViT with the residual start", at_least=1, on_resume="fixed"
     )
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"

@@ -163,6 +163,17 @@ def test_depth_scales_the_residual_branches():
         torch.testing.assert_close(residual(hidden, branch), hidden + t * branch / 4)
 
 
+def test_depth_slows_the_skip_layers():
+    settings = groups_of(uvit(64, base=16, num_layers=8, mup_base_depth=2))
+    for name in ("hidden_proj.weight", "skip_proj.weight"):
+        assert settings[f"out_blocks.0.{name}"] == pytest.approx((2.5e-3 / 4, 0.4, 2.5e-7))
+    assert settings["out_blocks.0.hidden_proj.bias"] == pytest.approx((1e-2 / 4, 0.1, 2.5e-7))
+    assert settings["out_blocks.0.mlp.fc1.weight"] == pytest.approx((2.5e-3, 0.4, 2.5e-7))
+    only_depth = groups_of(uvit(64, num_layers=8, mup_base_depth=2))
+    assert only_depth["out_blocks.0.skip_proj.weight"] == pytest.approx((1e-2 / 4, 0.1, 1e-6))
+    assert only_depth["out_blocks.0.mlp.fc1.weight"] == pytest.approx((1e-2, 0.1, 1e-6))
+
+
 def test_saves_and_loads(tmp_path):
     model = uvit(32, base=16, mup_base_depth=4)
     model.save_pretrained(tmp_path)

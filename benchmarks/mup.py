@@ -1,0 +1,447 @@
+"""
+Is the learning rate of a narrow U-ViT right for wider and deeper ones, with muP and without?
+
+    python benchmarks/mup.py coordinates    how far features move in four steps, over width and depth: minutes
+    python benchmarks/mup.py rates          final loss over learning rates, widths and depths: hours
+    python benchmarks/mup.py report         tables and figure of the finished runs
+
+Methods: the plain U-ViT, and the residual start of `convergence.py`. Heads are 16 wide. The base width is 64.
+
+Coordinate check: models of 8 layers on one fixed batch of 16 noisy images take four steps of AdamW. Measured is the
+mean |change| of the output of each block, branch and skip layer, and of the model, for three seeds. The slope of its
+logarithm over the logarithm of the width should be 0; the check passes if all slopes are within 0.15. It is repeated
+with the standard parametrization, and with each rule of muP switched off: then it should fail. Over the depth, at
+width 64, the changes are measured relative to the outputs before the steps, with both rules of `mup_base_depth`, with
+each of them alone, and with none. The skip layers of the residual start learn at a tenth of the rate, as in training.
+
+Learning rates: the package's script on Fashion-MNIST, batches of 32, 500 steps, 50 warm-up steps and then a constant
+rate, AdamW with weight decay 0.03, clipping at 1, EMA decay of at most 0.99, 12 layers and patch size 7. The rates are
+powers of 2, from 2^-12 to 2^-4. From the middle, they are tried outwards until two in a row end above 1.25 times the
+lowest loss, or diverge. The final loss is the mean of the last three of ten validations in EMA weights.
+
+Each run is a process with one thread. To resume after an interruption, run the same command again.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from chart import HEIGHT, WIDTH, chart
+from fashion_mnist import SIZE, data_source
+from measure import exit_on_signals
+from results import ResultFile
+from torch import nn
+from trainings import Scheduler
+
+from scalelong_diffusers import UViTModel
+from scalelong_diffusers.models.mup import mup_scales
+
+
+HERE = Path(__file__).parent
+FIGURES = HERE.parent / "docs" / "images"
+METHODS = {"plain": {}, "residual": {"skip_init": "sum", "block_scale": "rezero"}}
+SKIP_LR_SCALE = {"plain": 1.0, "residual": 0.1}
+BASE_WIDTH, HEAD_WIDTH, BASE_DEPTH = 64, 16, 12
+
+# Coordinate check
+CHECKED_WIDTHS, CHECKED_DEPTHS, CHECK_SEEDS = (32, 64, 128, 256, 512), (12, 20, 28), (0, 1, 2)
+CHECK_LAYERS, CHECK_STEPS, LIMIT = 8, 4, 0.15
+CHECK_RATE = {"plain": 1e-3, "residual": 1e-2}
+RULES = ("init", "learning rate", "output", "eps")
+STANDARD, MUP = "standard", "muP"
+BOTH, BRANCHES, SKIP_LAYERS, NONE = DEPTH_RULES = ("both", "branches", "skip layers", "none")
+
+# Learning rates
+WIDTHS, DEPTHS = (32, 64, 128, 256), (12, 20, 28)
+EXPONENTS, TOO_HIGH, OUTWARDS = range(-12, -3), 1.25, 2
+STEPS, VALIDATIONS = 500, 10
+TRAINING = {
+    "resolution": SIZE,
+    "train_batch_size": 32,
+    "max_train_steps": STEPS,
+    "lr_warmup_steps": 50,
+    "adam_weight_decay": 0.03,
+    "ema_decay": 0.99,
+    "validation_size": 256,
+    "validation_steps": STEPS // VALIDATIONS,
+    "logging_steps": STEPS // VALIDATIONS,
+    "sample_steps": 0,
+    "checkpointing_steps": STEPS // 2,
+    "skip_scaling": "none",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("coordinates", "rates", "report"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trainings at a time (default: one per core)")
+    parser.add_argument("--data", default="/usr/share/datasets/fashion-mnist", help="folder with Fashion-MNIST")
+    parser.add_argument("--folder", type=Path, default=Path("runs/mup"), help="folder of the runs")
+    arguments = parser.parse_args()
+    exit_on_signals()
+    checks = ResultFile(HERE / "mup_coordinates.jsonl", Check)
+    rates = ResultFile(HERE / "mup_rates.jsonl", RateRun)
+    try:
+        if arguments.part == "coordinates":
+            run_checks(checks)
+        if arguments.part == "rates":
+            run_rates(rates, arguments)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; run the same command again to resume")
+    print(report(checks, rates))
+    draw_figure(rates)
+
+
+# Coordinate check
+
+
+@dataclass(frozen=True)
+class Check:
+    """
+    A model that is trained for a few steps.
+
+    Args:
+        rule: "muP", "standard", or the rule of muP that is switched off.
+        depth_rule: the rule of `mup_base_depth` that is in force.
+    """
+
+    method: str
+    rule: str
+    width: int
+    seed: int
+    layers: int = CHECK_LAYERS
+    depth_rule: str = NONE
+
+
+def planned_checks() -> list[Check]:
+    width_checks = [
+        Check(method, rule, width, seed)
+        for method in METHODS
+        for rule in (MUP, STANDARD, *RULES)
+        for width in CHECKED_WIDTHS
+        for seed in CHECK_SEEDS
+    ]
+    depth_checks = [
+        Check(method, MUP, BASE_WIDTH, seed, layers, depth_rule)
+        for method in METHODS
+        for depth_rule in DEPTH_RULES
+        for layers in CHECKED_DEPTHS
+        for seed in CHECK_SEEDS
+    ]
+    return width_checks + depth_checks
+
+
+def run_checks(results: ResultFile[Check]):
+    torch.set_num_threads(1)
+    with results.locked():
+        for check in planned_checks():
+            if check not in results:
+                results.add(check, feature_changes(check))
+
+
+def feature_changes(check: Check) -> dict[str, dict[str, float]]:
+    """Train a model for a few steps. Return the mean |output| of its parts before, and the mean |change|."""
+    torch.manual_seed(check.seed)
+    model = UViTModel(
+        sample_size=16, patch_size=4, hidden_size=check.width, num_layers=check.layers, num_class_embeds=11,
+        num_attention_heads=check.width // HEAD_WIDTH, mup_base_width=BASE_WIDTH,
+        mup_base_depth=BASE_DEPTH if check.depth_rule in (BOTH, BRANCHES) else None, **METHODS[check.method],
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(parameter_groups(model, check), weight_decay=0)
+    draw = torch.Generator().manual_seed(check.seed)
+    noise, labels = torch.randn(16, 3, 16, 16, generator=draw), torch.randint(0, 11, (16,), generator=draw)
+    timesteps = torch.randint(0, 1000, (16,), generator=draw)
+    clean = (2 * torch.rand(16, 3, 1, 1, generator=draw) - 1).expand_as(noise)
+    share = (1 - timesteps / 1000).view(-1, 1, 1, 1)
+    noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
+
+    outputs: dict[str, torch.Tensor] = {}
+    for name, module in observed(model):
+        module.register_forward_hook(lambda module, args, output, name=name: outputs.update({name: output}))
+
+    def predict() -> torch.Tensor:
+        outputs["output"] = model(noisy, timesteps, class_labels=labels).sample
+        return outputs["output"]
+
+    with torch.no_grad():
+        predict()
+    before = dict(outputs)
+    for _ in range(CHECK_STEPS):
+        optimizer.zero_grad()
+        (predict() - noise).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        predict()
+    return {
+        "sizes": {name: output.abs().mean().item() for name, output in before.items()},
+        "changes": {name: (output - before[name]).abs().mean().item() for name, output in outputs.items()},
+    }
+
+
+def observed(model: UViTModel) -> Iterable[tuple[str, nn.Module]]:
+    """Yield the blocks, their branches, and their skip layers."""
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("UViTBlock", "UViTAttention", "UViTMLP") or name.endswith("_proj"):
+            yield name, module
+
+
+def parameter_groups(model: UViTModel, check: Check) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, and undo the rules of muP that are switched off in the weights of a new model."""
+    groups = []
+    for name, scale in mup_scales(model).items():
+        weight, is_skip_layer = model.get_parameter(name), "blocks" in name and "_proj" in name
+        rule_of_role = {"output": ("output", "output")}.get(scale.role, ("init", "learning rate"))
+        has_init, has_rate = (check.rule not in (STANDARD, rule) for rule in rule_of_role)
+        if not has_init and not (is_skip_layer and "skip_init" in METHODS[check.method]):
+            weight.data /= scale.init_std
+        rate = CHECK_RATE[check.method] / (scale.weight_decay if has_rate else 1)
+        if is_skip_layer:
+            rate *= SKIP_LR_SCALE[check.method]
+            rate *= BASE_DEPTH / check.layers if check.depth_rule in (BOTH, SKIP_LAYERS) else 1
+        eps = 1e-8 * (scale.eps if check.rule not in (STANDARD, "eps") else 1)
+        groups.append({"params": [weight], "lr": rate, "eps": eps})
+    return groups
+
+
+def slope(sizes: Iterable[int], changes: Iterable[float]) -> float:
+    """Return the slope of a line through the logarithms of the changes over the logarithms of the sizes."""
+    x, y = ([math.log2(value) for value in values] for values in (sizes, changes))
+    return statistics.linear_regression(x, y).slope
+
+
+def width_slopes(results: ResultFile[Check], method: str, rule: str) -> dict[str, float]:
+    """Return the slope over the width of each part of the model."""
+    by_width = [
+        [results.lines[Check(method, rule, width, seed)]["changes"] for seed in CHECK_SEEDS]
+        for width in CHECKED_WIDTHS
+    ]
+    return {
+        name: slope(CHECKED_WIDTHS, [statistics.mean(changes[name] for changes in seeds) for seeds in by_width])
+        for name in by_width[0][0]
+    }
+
+
+def width_table(results: ResultFile[Check]) -> str:
+    rows = []
+    for method in METHODS:
+        for rule in (MUP, *RULES, STANDARD):
+            slopes = width_slopes(results, method, rule)
+            outside = sum(abs(value) > LIMIT for value in slopes.values())
+            shown = rule if rule in (MUP, STANDARD) else f"muP without its rule for {rule}"
+            values = (slopes["output"], min(slopes.values()), max(slopes.values()))
+            verdict = "passes" if not outside else f"fails ({outside} of {len(slopes)} parts)"
+            rows.append([method, shown, *(f"{value:+.2f}" for value in values), verdict])
+    return _table(("method", "parametrization", "output", "lowest slope", "highest slope", "check"), rows)
+
+
+def depth_table(results: ResultFile[Check]) -> str:
+    """Return the relative change of the middle and of the last block, and the change of the output, over the depth."""
+    rows = []
+    for method in METHODS:
+        for depth_rule in reversed(DEPTH_RULES):
+            cells = []
+            for part in ("middle block", "last block", "output"):
+                for layers in CHECKED_DEPTHS:
+                    name = {"middle block": "mid_block", "last block": f"out_blocks.{layers // 2 - 1}"}.get(part, part)
+                    checks = [Check(method, MUP, BASE_WIDTH, seed, layers, depth_rule) for seed in CHECK_SEEDS]
+                    lines = [results.lines[check] for check in checks]
+                    sizes = [1.0 if part == "output" else line["sizes"][name] for line in lines]
+                    cells.append(
+                        f"{statistics.mean(line['changes'][name] / size for line, size in zip(lines, sizes)):.3f}"
+                    )
+            rows.append([method, depth_rule, *cells])
+    parts = ("middle block", "last block", "output")
+    heads = [f"{part}, {layers} layers" for part in parts for layers in CHECKED_DEPTHS]
+    return _table(("method", "rules for the depth", *heads), rows)
+
+
+# Learning rates
+
+
+@dataclass(frozen=True)
+class RateRun:
+    """A training with the learning rate 2^exponent."""
+
+    method: str
+    has_mup: bool
+    width: int
+    layers: int
+    has_base_depth: bool
+    exponent: int
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        parts = ("muP" if self.has_mup else STANDARD, f"w{self.width}", f"d{self.layers}")
+        depth = "-depth" if self.has_base_depth else ""
+        return f"{self.method}-{'-'.join(parts)}{depth}-2e{self.exponent}-seed{self.seed}"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The config of the model."""
+        return {
+            "_class_name": "UViTModel",
+            **{"sample_size": SIZE, "in_channels": 1, "patch_size": 7},
+            **{"hidden_size": self.width, "num_attention_heads": self.width // HEAD_WIDTH, "num_layers": self.layers},
+            **({"mup_base_width": BASE_WIDTH} if self.has_mup else {}),
+            **({"mup_base_depth": BASE_DEPTH} if self.has_base_depth else {}),
+            **METHODS[self.method],
+        }
+
+
+Basin = partial[RateRun]
+
+
+def basins(method: str) -> list[Basin]:
+    """Return the models of a method, which are trained with several learning rates."""
+    over_width = [
+        partial(RateRun, method, has_mup, width, BASE_DEPTH, False) for has_mup in (True, False) for width in WIDTHS
+    ]
+    over_depth = [
+        partial(RateRun, method, True, BASE_WIDTH, layers, has_base_depth)
+        for layers in DEPTHS
+        if layers != BASE_DEPTH
+        for has_base_depth in (False, True)
+    ]
+    return over_width + over_depth
+
+
+def next_exponents(results: ResultFile[RateRun], basin: Basin) -> list[int]:
+    """Return the learning rates that are still to be tried."""
+    losses = {k: final_loss(results, basin(k)) for k in EXPONENTS if basin(k) in results}
+    middle, lowest = EXPONENTS[len(EXPONENTS) // 2], min(losses.values(), default=math.inf)
+    if middle not in losses:
+        return [middle]
+    waiting = []
+    for direction in (-1, 1):
+        in_a_row, k = 0, middle + direction
+        while k in EXPONENTS and k in losses and in_a_row < OUTWARDS:
+            is_too_high = losses[k] > TOO_HIGH * lowest or math.isinf(losses[k])
+            in_a_row, k = in_a_row + 1 if is_too_high else 0, k + direction
+        if k in EXPONENTS and in_a_row < OUTWARDS:
+            waiting.append(k)
+    return waiting
+
+
+def planned_rates(results: ResultFile[RateRun], method: str) -> list[RateRun]:
+    return [basin(k) for basin in basins(method) for k in next_exponents(results, basin)]
+
+
+class RateScheduler(Scheduler[RateRun]):
+    def __init__(self, folder: Path, data: dict[str, str], results: ResultFile[RateRun], jobs: int):
+        super().__init__(folder, results, jobs)
+        self.data = data
+
+    def settings(self, run: RateRun) -> dict[str, Any]:
+        own = {"learning_rate": 2**run.exponent, "seed": run.seed, "skip_lr_scale": SKIP_LR_SCALE[run.method]}
+        return {**TRAINING, **self.data, **own}
+
+    def outcome(self, run: RateRun) -> str:
+        return f"loss {final_loss(self.results, run):.4f}"
+
+
+def run_rates(results: ResultFile[RateRun], arguments: argparse.Namespace):
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with results.locked():
+        scheduler = RateScheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
+        for method in reversed(METHODS):
+            scheduler.run_all(partial(planned_rates, results, method))
+
+
+def final_loss(results: ResultFile[RateRun], run: RateRun) -> float:
+    """Return the final loss of a finished run. It is infinite if the run stopped, or ended above its beginning."""
+    line = results.lines[run]
+    losses = [math.inf if loss is None else loss for _, loss, _ in line["evaluations"]]
+    last = statistics.mean(losses[-3:]) if losses else math.inf
+    return last if line["stopped"] is None and last <= losses[0] else math.inf
+
+
+def basin_losses(results: ResultFile[RateRun], basin: Basin) -> dict[int, float]:
+    """Return the final losses by exponent."""
+    return {k: final_loss(results, basin(k)) for k in EXPONENTS if basin(k) in results}
+
+
+def rate_table(results: ResultFile[RateRun]) -> str:
+    rows = []
+    for method in METHODS:
+        for basin in basins(method):
+            losses = basin_losses(results, basin)
+            if not losses:
+                continue
+            run, best = basin(0), min(losses, key=losses.get)
+            cells = [
+                "" if k not in losses else f"{losses[k]:.4f}" if math.isfinite(losses[k]) else "diverges"
+                for k in EXPONENTS
+            ]
+            cells[best - EXPONENTS[0]] = f"**{cells[best - EXPONENTS[0]]}**"
+            depth = f"{run.layers}{' (scaled)' if run.has_base_depth else ''}"
+            rows.append([method, "muP" if run.has_mup else STANDARD, str(run.width), depth, *cells])
+    return _table(("method", "", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
+
+
+# Report
+
+
+def report(checks: ResultFile[Check], rates: ResultFile[RateRun]) -> str:
+    """Return all tables as Markdown sections."""
+    sections = {}
+    if all(check in checks for check in planned_checks()):
+        sections = {"Coordinate check": width_table(checks), "Coordinate check over the depth": depth_table(checks)}
+    sections["Learning rates"] = rate_table(rates)
+    return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
+
+
+def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join(lines) if rows else "(no finished runs)"
+
+
+def draw_figure(results: ResultFile[RateRun], method: str = "residual"):
+    """Draw the final loss over the learning rate for each width, without muP and with it, for light and dark pages."""
+    plan = {has_mup: [partial(RateRun, method, has_mup, w, BASE_DEPTH, False) for w in WIDTHS] for has_mup in (0, 1)}
+    if not all(next_exponents(results, basin) == [] for both in plan.values() for basin in both):
+        return
+    for name, (text, line, colors) in {"light": _LIGHT, "dark": _DARK}.items():
+        strokes = "".join(
+            f".curve.w{width} {{ stroke: {color}; stroke-dasharray: {dashes}; }} text.w{width} {{ fill: {color}; }} "
+            for width, color, dashes in zip(WIDTHS, colors, _DASHES)
+        )
+        charts = []
+        for has_mup, both in plan.items():
+            curves = {
+                f"w{width}": [(k, loss) for k, loss in basin_losses(results, basin).items() if math.isfinite(loss)]
+                for width, basin in zip(WIDTHS, both)
+            }
+            content = chart(
+                curves, f"final validation loss, {'with muP' if has_mup else 'standard parametrization'}",
+                first=EXPONENTS[0], right=90, labels={f"w{width}": f"width {width}" for width in WIDTHS},
+                axis="log2 of the learning rate",
+            )  # fmt: skip
+            charts.append(f'<svg x="{has_mup * WIDTH}" width="{WIDTH}" height="{HEIGHT}">{content}</svg>')
+        style = (
+            f"text {{ fill: {text}; font: 14px system-ui, sans-serif; }} .axis {{ stroke: {line}; }} "
+            f".curve {{ fill: none; stroke-width: 2; }} {strokes}"
+        )
+        title = "Final loss over the learning rate, for four widths"
+        (FIGURES / f"mup-{name}.svg").write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" role="img" '
+            f'aria-label="{title}"><title>{title}</title><style>{style}</style>{"".join(charts)}</svg>\n'
+        )
+
+
+_LIGHT = ("#59636e", "#d1d9e0", ("#9a3412", "#15803d", "#1d4ed8", "#7e22ce"))
+_DARK = ("#9198a1", "#3d444d", ("#fdba74", "#86efac", "#93c5fd", "#d8b4fe"))
+_DASHES = ("7 4", "2 3", "10 3 2 3", "none")
+
+
+if __name__ == "__main__":
+    main()
