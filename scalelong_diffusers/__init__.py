@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub, write_model_card
     from scalelong_diffusers.models.mixin import SkipScalingMixin
     from scalelong_diffusers.models.mup import mup_param_groups
-    from scalelong_diffusers.models.skip_init import apply_skip_init
     from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
     from scalelong_diffusers.models.unets import (
         ScaleLongI2VGenXLUNet,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     )
     from scalelong_diffusers.models.uvit import UViTModel
     from scalelong_diffusers.patching import (
+        apply_skip_init,
         apply_skip_scaling,
         remove_skip_scaling,
         set_skip_scaling_strength,
@@ -59,7 +59,6 @@ _NAMES = {
     "hub.sharing": ("push_adapter", "push_to_hub", "write_model_card"),
     "models.mixin": ("SkipScalingMixin",),
     "models.mup": ("mup_param_groups",),
-    "models.skip_init": ("apply_skip_init",),
     "models.skips": ("BlockSkips", "UpBlockSkips"),
     "models.unets": (
         "ScaleLongI2VGenXLUNet",
@@ -70,7 +69,13 @@ _NAMES = {
         "ScaleLongUNetSpatioTemporalConditionModel",
     ),
     "models.uvit": ("UViTModel",),
-    "patching": ("apply_skip_scaling", "remove_skip_scaling", "set_skip_scaling_strength", "skip_connections"),
+    "patching": (
+        "apply_skip_init",
+        "apply_skip_scaling",
+        "remove_skip_scaling",
+        "set_skip_scaling_strength",
+        "skip_connections",
+    ),
     "pipelines.class_conditional": ("ScaleLongClassConditionalPipeline",),
     "pipelines.loading": ("load_pipeline",),
     "pipelines.text_to_image": ("ScaleLongTextToImagePipeline",),

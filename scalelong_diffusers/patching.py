@@ -20,9 +20,11 @@ from scalelong_diffusers.models.mixin import (
     skip_layout,
     unscale,
 )
+from scalelong_diffusers.models.skip_init import check_skip_init, check_untrained, start_layers
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
+Model = TypeVar("Model", bound=nn.Module)
 ModelOrPipeline = TypeVar("ModelOrPipeline", nn.Module, DiffusionPipeline)
 
 
@@ -55,6 +57,32 @@ def apply_skip_scaling(
         plan.apply()
     _refresh_components(model_or_pipeline, models)
     return model_or_pipeline
+
+
+def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = False) -> Model:
+    """
+    Initialize the layers that read the long skips of an untrained model, in place. Return the model.
+
+    Call it after `apply_skip_scaling`, because the start depends on the factors. Models with trained weights are
+    refused; they are recognized by norms that are not in their initial state.
+
+    Args:
+        skip_init: what the decoder receives at the start, where h is the hidden state, s the skip and k its factor:
+            `"zero"`: h; `"sum"`: h + k s, as in the paper's equation (1); `"balanced"`: (h + k s) / sqrt(1 + k^2),
+            which keeps the magnitude. `"reference"` leaves the model's own, random init.
+        zero_init_residual: also start the last layer of each residual branch at zero, as DDPM does, so that at the
+            start the model consists of its residual path.
+
+    ```python
+    unet = apply_skip_init(UNet2DModel(sample_size=32), "zero", zero_init_residual=True)
+    ```
+    """
+    check_skip_init(skip_init)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"the weights of this {type(model).__name__} are on the meta device: load them first")
+    check_untrained(model)
+    start_layers(model, skip_init, zero_init_residual)
+    return model
 
 
 def remove_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:

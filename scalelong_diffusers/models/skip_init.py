@@ -6,8 +6,6 @@ U-ViT and in diffusers' U-Nets it receives the output of a layer on [h, k s], wh
 this module are the theory's sum and its relatives.
 """
 
-from typing import TypeVar
-
 import torch
 from diffusers import ModelMixin
 from torch import nn
@@ -19,34 +17,6 @@ from scalelong_diffusers.models.mixin import SkipScalingMixin, skip_layout
 
 REFERENCE = "reference"
 SKIP_INITS = (REFERENCE, "zero", "sum", "balanced")
-
-Model = TypeVar("Model", bound=ModelMixin)
-
-
-def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = False) -> Model:
-    """
-    Initialize the layers that read the long skips of an untrained model, in place. Return the model.
-
-    Call it after `apply_skip_scaling`, because the start depends on the factors. Models with trained weights are
-    refused; they are recognized by norms that are not in their initial state.
-
-    Args:
-        skip_init: what the decoder receives at the start, where h is the hidden state, s the skip and k its factor:
-            `"zero"`: h; `"sum"`: h + k s, as in the paper's equation (1); `"balanced"`: (h + k s) / sqrt(1 + k^2),
-            which keeps the magnitude. `"reference"` leaves the model's own, random init.
-        zero_init_residual: also start the last layer of each residual branch at zero, as DDPM does, so that at the
-            start the model consists of its residual path.
-
-    ```python
-    unet = apply_skip_init(UNet2DModel(sample_size=32), "zero", zero_init_residual=True)
-    ```
-    """
-    check_skip_init(skip_init)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"the weights of this {type(model).__name__} are on the meta device: load them first")
-    _check_untrained(model)
-    start_layers(model, skip_init, zero_init_residual)
-    return model
 
 
 def check_skip_init(skip_init: str):
@@ -97,7 +67,8 @@ def _identity_like(weight: torch.Tensor) -> torch.Tensor:
     return identity
 
 
-def _check_untrained(model: nn.Module):
+def check_untrained(model: nn.Module):
+    """Raise a `UserError` if a norm of the model is not in its initial state."""
     for name, module in model.named_modules():
         if isinstance(module, nn.GroupNorm | nn.LayerNorm) and module.weight is not None:
             bias = module.weight.new_zeros(1) if module.bias is None else module.bias

@@ -255,3 +255,16 @@ def test_reference_init_is_frozen():
     sums = {name: p.double().abs().sum().item() for name, p in uvit(sample_size=8).named_parameters()}
     assert sums["out_blocks.0.hidden_proj.weight"] == pytest.approx(15.837657090038192)
     assert sum(sums.values()) == pytest.approx(1475.5389291448032)
+
+
+@pytest.mark.slow
+def test_starts_a_stock_unet_in_a_fresh_process(in_fresh_process):
+    """Nothing else has imported the classes that can be scaled."""
+    code = """
+from diffusers import UNet2DModel
+from scalelong_diffusers import apply_skip_init
+blocks = dict(down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2)
+unet = apply_skip_init(UNet2DModel(block_out_channels=(8, 8), norm_num_groups=4, **blocks), "zero")
+assert not unet.up_blocks[0].resnets[0].conv_shortcut.weight[:, 8:].any()
+"""
+    in_fresh_process(code)
