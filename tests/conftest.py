@@ -1,5 +1,6 @@
 """Tiny models of every class that can be scaled, and an independent implementation of the paper to test them with."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -334,6 +335,16 @@ def scalelong(capsys):
         return code, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def benchmark(project_root, monkeypatch):
+    """Return a function that imports a module of the folder benchmarks/."""
+    folder = project_root / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The convergence benchmark: results, tables, figure, and runs that are stopped, interrupted and resumed."""
 
 import gzip
-import importlib
 import json
 import math
 import re
@@ -10,25 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-
-
-@pytest.fixture
-def benchmark(project_root, monkeypatch):
-    """Return a function that imports a module of the folder benchmarks/."""
-    monkeypatch.syspath_prepend(str(project_root / "benchmarks"))
-    names = (
-        "convergence",
-        "convergence_runs",
-        "convergence_report",
-        "fashion_mnist",
-        "chart",
-        "measure",
-        "results",
-        "trainings",
-    )
-    yield importlib.import_module
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""The benchmark of muP: the coordinate check, the plan of the learning rates, and the tables of the docs page."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+
+
+@pytest.fixture
+def mup(benchmark):
+    return benchmark("mup")
+
+
+@pytest.fixture
+def rates(benchmark, mup, tmp_path):
+    """Return a function that writes {exponent: final loss} of one model, and reads the results."""
+    basin = partial(mup.RateRun, "residual", True, 64, 12, False)
+
+    def make(losses):
+        results = benchmark("results").ResultFile(tmp_path / "rates.jsonl", mup.RateRun)
+        for k, loss in losses.items():
+            stopped = None if math.isfinite(loss) else "not finite"
+            curve = [[50 * (step + 1), 1.0 if step == 0 else loss, 1.0] for step in range(10)]
+            results.add(basin(k), {"stopped": stopped, "evaluations": curve if stopped is None else []})
+        return results, basin
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("losses", "waiting"),
+    [
+        ({}, [-8]),
+        ({-8: 0.1}, [-9, -7]),
+        ({-8: 0.1, -9: 0.2, -7: 0.12}, [-10, -6]),
+        ({-8: 0.1, -9: 0.2, -10: 0.2, -7: 0.09}, [-6]),  # two in a row are too high
+        ({-8: 0.1, -9: 0.2, -10: 0.11, -7: math.inf, -6: math.inf}, [-11]),
+        ({-8: 0.1, -9: 0.2, -10: 0.2, -7: 0.9, -6: 0.3}, []),
+    ],
+)
+def test_learning_rates_are_tried_from_the_middle_outwards(mup, rates, losses, waiting):
+    assert sorted(mup.next_exponents(*rates(losses))) == sorted(waiting)
+
+
+def test_final_loss_is_infinite_for_diverged_runs(mup, rates):
+    results, basin = rates({-8: 0.25, -7: 1.5, -6: math.inf})
+    assert [mup.final_loss(results, basin(k)) for k in (-8, -7, -6)] == [0.25, math.inf, math.inf]
+
+
+def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
+    from scalelong_diffusers import UViTModel
+    from scalelong_diffusers.training import TrainingConfig, parse_config
+
+    scheduler = mup.RateScheduler(tmp_path, {}, rates({})[0], jobs=1)
+    for method in mup.METHODS:
+        for basin in mup.basins(method):
+            run = basin(-8)
+            settings = {**scheduler.settings(run), "output_dir": tmp_path}
+            config = parse_config(TrainingConfig, "", [f"--{name}={value}" for name, value in settings.items()])
+            assert config.optimization.learning_rate == 2**-8
+            model = UViTModel.from_config(run.model)
+            assert model.config.hidden_size // model.config.num_attention_heads == mup.HEAD_WIDTH
+            assert model.config.mup_base_width == (64 if run.has_mup else None)
+    names = [basin(k).name for method in mup.METHODS for basin in mup.basins(method) for k in mup.EXPONENTS]
+    assert len(set(names)) == len(names)
+
+
+def test_coordinate_check_tells_muP_from_the_standard_parametrization(mup):
+    """Two widths, one seed and two layers; the page shows the full check."""
+    slopes = {}
+    for rule in (mup.MUP, mup.STANDARD):
+        changes = [
+            mup.feature_changes(mup.Check("residual", rule, width, seed=0, layers=2))["changes"] for width in (32, 256)
+        ]
+        slopes[rule] = {name: mup.slope((32, 256), [both[name] for both in changes]) for name in changes[0]}
+    assert max(map(abs, slopes[mup.MUP].values())) < 0.3
+    assert max(slopes[mup.STANDARD].values()) > 1
+
+
+def test_slope(mup):
+    assert mup.slope((32, 64, 128), (1, 2, 4)) == pytest.approx(1)
+
+
+def test_tables_of_the_docs_page_match_the_finished_runs(benchmark, mup, project_root):
+    page = (project_root / "docs" / "mup.md").read_text()
+    read = benchmark("results").ResultFile
+    checks = read(project_root / "benchmarks" / "mup_coordinates.jsonl", mup.Check)
+    assert mup.width_table(checks) in page
+    assert mup.depth_table(checks) in page
+    table = mup.rate_table(read(project_root / "benchmarks" / "mup_rates.jsonl", mup.RateRun))
+    assert (table in page) == table.startswith("|")
+
+
+def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
+    monkeypatch.setattr(mup, "FIGURES", tmp_path)
+    results, _ = rates({-8: 0.1})
+    mup.draw_figure(results)
+    assert not list(tmp_path.glob("*.svg"))
+    for has_mup in (True, False):
+        for width in mup.WIDTHS:
+            for k in mup.EXPONENTS:
+                run = mup.RateRun("residual", has_mup, width, 12, False, k)
+                if run not in results:
+                    curve = [[50, 1.0, 1.0]] + [[100, 0.1 + abs(k + 8) / 50, 1.0]] * 9
+                    results.add(run, {"stopped": None, "evaluations": curve})
+    mup.draw_figure(results)
+    for name in ("light", "dark"):
+        svg = (tmp_path / f"mup-{name}.svg").read_text()
+        assert svg.count("<polyline") == 2 * len(mup.WIDTHS)
+        assert not re.search(r"(href|src|url)", svg)
