@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 
-from scalelong_diffusers import __version__, skip_connections
+from scalelong_diffusers import UViTModel, __version__, skip_connections
 from scalelong_diffusers.cli import main
 from scalelong_diffusers.cli.inspect import model_skeleton
 
@@ -119,6 +119,24 @@ class TestInspect:
         "flag": (["{sd}", "--skip-scalin", "cs"], ["'--skip_scalin' (did you mean '--skip_scaling'?)"]),
         "no model": ([], ["the following arguments are required: model"]),
     }  # fmt: skip
+
+    def test_lists_the_settings_of_mup(self, scalelong, error_of, tmp_path):
+        UViTModel(hidden_size=32, num_attention_heads=4, num_layers=8).save_config(tmp_path)
+        assert "without mup_base_width: pass --mup_base_width" in error_of("inspect", tmp_path, "--mup")
+        assert "multiple of the head width 8" in error_of("inspect", tmp_path, "--mup", "--mup_base_width", "12")
+        wide = ("inspect", tmp_path, "--mup", "--mup_base_width", 8)
+        lines = [line.split("  ") for line in scalelong(*wide)[1].splitlines()]
+        rows = {cells[0]: [cell.strip() for cell in cells if cell][1:] for cells in lines}
+        assert rows["parameter"] == ["role", "init_std", "learning_rate", "weight_decay", "eps"]
+        assert rows["in_blocks.*.mlp.fc1.weight"] == ["hidden", "x 0.5", "x 0.25", "x 4", "x 0.25"]
+        assert rows["proj_out.weight"] == ["output", "x 0.25", "x 0.25", "x 4", "x 1"]
+        assert rows["pos_embed"] == ["input", "x 1", "x 1", "x 1", "x 0.25"]
+        first, *others = json.loads(scalelong(*wide, "--json")[1])
+        assert first == {
+            "parameter": "pos_embed", "role": "input", "ratio": 4.0,
+            "init_std": 1.0, "learning_rate": 1.0, "weight_decay": 1.0, "eps": 0.25,
+        }  # fmt: skip
+        assert len(others) > len(rows)  # a row of the table stands for equal blocks
 
     def test_rejects_bad_input_with_one_line(self, error_of, tmp_path):
         write_config(tmp_path / "sd", SD15)

@@ -10,6 +10,7 @@ from scalelong_diffusers.data import DataConfig, load_training_data
 
 
 EIGHT = {"train_batch_size": 8, "max_train_steps": 20, "checkpointing_steps": 20, "skip_scaling": "ls"}
+MUP = {"hidden_size": 32, "mup_base_width": 16, "mup_base_depth": 2}
 TWO_BY_FOUR = {**EIGHT, "train_batch_size": 4}
 
 
@@ -23,10 +24,11 @@ def double_script():
 
 @pytest.mark.slow
 def test_weights_agree_in_float64(train, launch, double_script, weights_of, tmp_path):
-    two = launch(tmp_path / "processes", processes=2, script=double_script, **TWO_BY_FOUR)
-    expected = weights_of(train(tmp_path / "whole", script=double_script, **EIGHT), 20)
+    """The model trains with muP, so its parameters have several learning rates."""
+    two = launch(tmp_path / "processes", processes=2, script=double_script, **TWO_BY_FOUR, **MUP)
+    expected = weights_of(train(tmp_path / "whole", script=double_script, **EIGHT, **MUP), 20)
     assert expected["norm.weight"].dtype == torch.float64
-    train(tmp_path / "parts", script=double_script, gradient_accumulation_steps=2, **TWO_BY_FOUR)
+    train(tmp_path / "parts", script=double_script, gradient_accumulation_steps=2, **TWO_BY_FOUR, **MUP)
     code, _, errors = two.wait()
     assert code == 0, errors
     for name in ("parts", "processes"):
