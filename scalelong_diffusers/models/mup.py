@@ -119,8 +119,8 @@ def mup_param_groups(
     Return the parameters of a model with `mup_base_width` or `mup_base_depth` in groups for Adam or AdamW.
 
     Args:
-        learning_rate, weight_decay, eps: the settings of the base model. Learning rate schedulers of
-            torch multiply the learning rate of each group.
+        learning_rate, weight_decay, eps: the settings of the base model. Schedulers of torch multiply the learning
+            rate of each group.
 
     ```python
     model = UViTModel(hidden_size=512, num_attention_heads=8, mup_base_width=128)
@@ -156,8 +156,9 @@ def param_groups(
 
 def mixes_mup_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer trains parameters with equal settings that muP trains with different ones."""
-    factors = _setting_factors(model, skip_lr_scale=None)
-    return any(len({factors[p] for p in group["params"] if p in factors}) > 1 for group in optimizer.param_groups)
+    scales = mup_scales(model) if isinstance(model, SkipScalingMixin) else {}
+    settings = {model.get_parameter(n): (s.learning_rate, s.weight_decay, s.eps) for n, s in scales.items()}
+    return any(len({settings[p] for p in group["params"] if p in settings}) > 1 for group in optimizer.param_groups)
 
 
 def _setting_factors(model: nn.Module, skip_lr_scale: float | None) -> dict[nn.Parameter, tuple[float, float, float]]:

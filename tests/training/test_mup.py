@@ -92,3 +92,10 @@ def test_rejects(refused, changes, message):
 def test_warns_of_an_optimizer_with_equal_learning_rates(start_run, capsys, is_right):
     start_run(lambda unet: torch.optim.AdamW(mup_param_groups(unet, 1e-3) if is_right else unet.parameters()))
     assert ("build it from mup_param_groups(model, ...)" in capsys.readouterr().out) is not is_right
+
+
+def test_does_not_warn_without_mup(start_run, capsys):
+    """Token gates have a learning rate of their own, too."""
+    flags = {**dict.fromkeys(WIDE), "skip_scaling": "token_gates"}
+    start_run(lambda unet: torch.optim.AdamW(unet.parameters()), **flags)
+    assert "mup_param_groups" not in capsys.readouterr().out
