@@ -21,11 +21,9 @@ def start_run(tiny_config, fresh_accelerator, tmp_path):
     """`start_run(make_optimizer, flag=value)`: a run that has started, and its model."""
 
     def start(make_optimizer=None, **flags):
-        config = make_config(
-            TrainingConfig,
-            **{"model_config_name_or_path": str(tiny_config), "resolution": 8, "num_shapes": 30, **WIDE},
-            **{"train_batch_size": 4, "output_dir": str(tmp_path / "started"), **flags},
-        )
+        settings = {"model_config_name_or_path": str(tiny_config), "resolution": 8, "num_shapes": 30, **WIDE}
+        settings |= {"train_batch_size": 4, "output_dir": str(tmp_path / "started"), **flags}
+        config = make_config(TrainingConfig, **settings)
         run = TrainingRun(config)
         run.load_data()
         unet = run.build_model()
