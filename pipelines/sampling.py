@@ -26,6 +26,7 @@ from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassCondit
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for
+from scalelong_diffusers.terminal import printable
 
 
 SCHEDULERS = {
@@ -135,7 +136,9 @@ class Sampling:
         layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
         total = self.num_images if team.num_processes == 1 else len(share)
         hidden = not team.is_main_process
-        bar = tqdm(desc=str(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden)
+        bar = tqdm(
+            desc=printable(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden
+        )
         with bar:
             for start in range(0, len(share), self.batch_size):
                 batch = share[start : start + self.batch_size]

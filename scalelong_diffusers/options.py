@@ -32,6 +32,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import numpy as np
 
 from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.terminal import print_lines
 
 
 Config = TypeVar("Config")
@@ -245,7 +246,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return arguments, unknown
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
+        print_lines(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -44,6 +44,7 @@ from scalelong_diffusers.pipelines.loading import load_pipeline
 from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampling, choose_device, read_sample_settings
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes
+from scalelong_diffusers.terminal import print_lines
 
 
 RESULT_FILE = "evaluation.jsonl"
@@ -136,8 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     result = _evaluate(arguments)
     if team.is_main_process:
         for warning in result["warnings"]:
-            print(f"scalelong: warning: {warning}", file=sys.stderr)
-        print(json.dumps(result) if arguments.json else _report(result))
+            print_lines(f"scalelong: warning: {warning}", file=sys.stderr)
+        print_lines(json.dumps(result) if arguments.json else _report(result))
     team.destroy_process_group()
     return 0
 

@@ -53,7 +53,7 @@ def _save_and_push(
     """
     with run.evaluating():
         run.write("the pipeline", lambda: _save_into(save, run.folder))
-        run.accelerator.print(f"saved: {load}")
+        run.print(f"saved: {load}")
         is_main_process = run.accelerator.is_main_process
         # The other processes do not wait for the push.
         run.finish()

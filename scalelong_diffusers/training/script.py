@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.terminal import print_lines
 
 
 class TrainingStopped(Exception):
@@ -37,19 +38,18 @@ def run_script(main: Callable[[], object]):
     except TrainingStopped as error:
         stopped = error
     except UserError as error:
-        message = " ".join(str(error).split())
-        stopped = TrainingStopped(message, exit_code=2, on_all_processes=True)
+        stopped = TrainingStopped(str(error), exit_code=2, on_all_processes=True)
     except KeyboardInterrupt:
         message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if one exists"
         stopped = TrainingStopped(message, exit_code=130, on_all_processes=True)
     except Exception:
         if not torch.distributed.is_initialized():
             raise
-        traceback.print_exc()
+        print_lines(*traceback.format_exc().splitlines(), file=sys.stderr)
         _exit_without_waiting(1)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first or not stopped.on_all_processes:
-        print(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
+        print_lines(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
     if torch.distributed.is_initialized():
         _exit_without_waiting(stopped.exit_code)
     sys.exit(stopped.exit_code)

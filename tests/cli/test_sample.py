@@ -202,6 +202,14 @@ class TestResume:
         assert errors.startswith("scalelong: interrupted; ")
 
 
+def test_escapes_the_name_of_the_folder(sample, unconditional, tmp_path):
+    code, printed, errors = sample(unconditional, "--out", tmp_path / "a\x1b[31m\n", "-n", 1, *FAST)
+    assert code == 0
+    for text in (printed, errors):
+        assert "a\\u001b[31m\\u000a: " in text
+        assert "\x1b[31m" not in text
+
+
 class TestFolder:
     def test_rejects_other_settings(self, sample, error_of, unconditional, classes, tmp_path):
         out = tmp_path / "out"
