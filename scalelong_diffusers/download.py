@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 
@@ -67,6 +68,14 @@ def fetch_file(source: str | os.PathLike, name: str, **download_options) -> str 
             return None
         except EntryNotFoundError:
             return None
+
+
+def check_repo_id(name: str, repo_id: str):
+    """Raise a `UserError` if a value, which the message calls `name`, cannot be the id of a Hub repository."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{name} must be a Hub repository, whose ids look like user/name, got {repo_id!r}") from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import HfApi, ModelCard
 
-from scalelong_diffusers.download import fetch_file, hub_errors
+from scalelong_diffusers.download import check_repo_id, fetch_file, hub_errors
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.hub.adapters import save_adapter
 from scalelong_diffusers.hub.model_card import SAMPLES, CardFacts, make_adapter_card, make_card
@@ -94,6 +94,7 @@ def push_adapter(
             f"{source or 'no repository'}"
         )
     base_model = base_model or source
+    check_repo_id("base_model", base_model)
 
     def write_card(folder: str, repo_id: str, previous: str | None):
         _write_card(make_adapter_card(pipe, base_model, repo_id, card, previous, revision), card, folder)
