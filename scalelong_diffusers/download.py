@@ -105,8 +105,11 @@ def _refusal(error: Exception, source: str | os.PathLike, revision: str | None) 
             "with `hf auth login`, or pass token"
         )
     status = error.response.status_code
-    advice = "; your token (`hf auth whoami`) does not allow it" if status in (401, 403) else ""
-    return f"the Hub refused the request for {source} with status {status}{advice}"
+    advice = {
+        401: "; log in with `hf auth login`, or set HF_TOKEN",
+        403: "; your token (`hf auth whoami`) does not allow it",
+    }
+    return f"the Hub refused the request for {source} with status {status}{advice.get(status, '')}"
 
 
 def load_pretrained(load: Callable, source: str | os.PathLike, *, subfolder: str = "", **options) -> Any:

@@ -242,7 +242,8 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments, unknown = super().parse_known_args([_with_underscores(word) for word in words], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0].split('=')[0], flags)}")
+            flag = unknown[0].split("=")[0]  # without its value, which may be a secret
+            self.error(f"unknown argument {flag!r}{did_you_mean(flag, flags)}")
         return arguments, unknown
 
     def error(self, message: str) -> NoReturn:

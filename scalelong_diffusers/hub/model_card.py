@@ -84,6 +84,21 @@ class CardFacts:
         return facts if isinstance(facts, cls) else cls(**(facts or {}))
 
 
+def training_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `CardFacts` that the `settings.json` of a training run holds. It may be another file."""
+    flags = {"steps": "max_train_steps", "batch size": "total_batch_size", "learning rate": "learning_rate"}
+    if not {"data", "use_ema", "ema_decay", *flags.values()} <= settings.keys():
+        return {}
+    return {
+        "preset": settings.get("preset"),
+        "training_data": settings["data"],
+        "training": {
+            **{name: settings[flag] for name, flag in flags.items()},
+            "EMA": settings["ema_decay"] if settings["use_ema"] else "no",
+        },
+    }
+
+
 def make_card(
     model_or_pipeline: ModelMixin | DiffusionPipeline,
     repo_id: str,

@@ -180,6 +180,7 @@ class TrainingRun:
             if self.config.output.resume_from_checkpoint is not None:
                 self._resume(self.config.output.resume_from_checkpoint)
             self._report_settings()
+            saving.check_repository(self)
             self.optimizer_step.set_learning_rate(self.global_step)
             evaluates = self.config.monitoring.eval_steps > 0
             self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
