@@ -159,7 +159,8 @@ class MonitoringConfig:
     )  # fmt: skip
     sample_steps: int = option(1000, "save a sample grid every N steps (0: never)", at_least=0, on_resume="free")
     num_samples: int = option(16, "images in a sample grid", at_least=1, on_resume="free")
-    num_inference_steps: int = option(25, "sampling steps for sample grids and evaluations", at_least=1)
+    # More do not fit a DPM-Solver for 1000 training timesteps.
+    num_inference_steps: int = option(25, "sampling steps for sample grids and evaluations", at_least=1, at_most=999)
     eval_steps: int = option(
         0, "compute FID and KID of samples every N steps (0: never); this takes long", at_least=0, on_resume="free"
     )

@@ -184,6 +184,7 @@ def test_rejects_unknown_and_invalid_options():
         ({"push_to_hub": True, "hub_model_id": "a/b/c"}, "hub_model_id must be a Hub repository, .* got 'a/b/c'"),
         ({"push_to_hub": True, "output_dir": "a run"}, "hub_model_id must be a Hub repository, .* got 'a run'"),
         ({"hub_token": "hf_secret"}, "TrainingConfig has no option 'hub_token'"),
+        ({"num_inference_steps": 1000}, "num_inference_steps must be an integer, at least 1 and at most 999, got 10"),
         ({"skip_scaling": "none", "skip_scaling_warmup_steps": 5}, "nothing to warm up with --skip_scaling none"),
         ({"skip_scaling_strength": 0, "skip_scaling_warmup_steps": 5}, "up with --skip_scaling_strength 0"),
         ({"kappa": 2}, "kappa must be a number, above 0 and at most 1 or 'auto', got 2"),
