@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.processes import STOP_SIGNALS
 from scalelong_diffusers.terminal import print_lines
 
 
@@ -62,13 +63,17 @@ def _exit_without_waiting(code: int):
 
 
 class StopSignal:
-    """The signal that asked this process to save and stop: SIGTERM or the first Ctrl-C. `number` is 0 without one."""
+    """The signal that asked this process to save and stop. `number` is 0 without one."""
 
     number = 0
 
     @contextmanager
     def caught(self):
-        """Record signals instead of ending the process. A second Ctrl-C ends the process without saving."""
+        """
+        Record signals instead of ending the process. A second Ctrl-C ends the process without saving.
+
+        Signals that are ignored stay ignored, as `nohup` wants it for SIGHUP.
+        """
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return
@@ -78,7 +83,8 @@ class StopSignal:
                 raise KeyboardInterrupt
             self.number = number
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        caught = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:
