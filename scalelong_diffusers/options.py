@@ -67,10 +67,10 @@ class Option:
     @property
     def bounds(self) -> str:
         """The accepted numbers in words."""
-        low = f"at least {self.at_least:g}" if self.at_least is not None else ""
-        low = f"above {self.above:g}" if self.above is not None else low
-        high = f"at most {self.at_most:g}" if self.at_most is not None else ""
-        high = f"below {self.below:g}" if self.below is not None else high
+        low = f"at least {self.at_least:,}" if self.at_least is not None else ""
+        low = f"above {self.above:,}" if self.above is not None else low
+        high = f"at most {self.at_most:,}" if self.at_most is not None else ""
+        high = f"below {self.below:,}" if self.below is not None else high
         return " and ".join(filter(None, (low, high))) or "finite"
 
     def allows(self, number: float) -> bool:

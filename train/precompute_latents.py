@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from scalelong_diffusers import options
 from scalelong_diffusers.data import load_training_data
+from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.options import option
 from scalelong_diffusers.processes import processes
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None):
 
 def precompute(config: PrecomputeConfig):
     """Encode the dataset of a config. Call this function from Python."""
+    check_outside(config.output_dir, config.data.train_data_dir)
     encoders = Encoders(config.vae, config.text_encoder, config.dtype)
     data = load_training_data(
         config.data,

@@ -17,6 +17,7 @@ import torch
 
 from scalelong_diffusers.cli.sample import AliasedGroup
 from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.data.images import fixed_permutation
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
@@ -253,6 +254,8 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
     config = build_config(SampleConfig, given)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
     folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
+    if evaluation.config.reference != SHAPES:
+        check_outside(folder, evaluation.config.reference)
     _ = evaluation.extractor  # fail before images are made, not after
     pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
     pipe.to(evaluation.device)

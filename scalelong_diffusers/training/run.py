@@ -21,6 +21,7 @@ from torch import nn
 from tqdm import tqdm
 
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
+from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.locks import FolderLock
@@ -85,6 +86,7 @@ class TrainingRun:
     def __init__(self, config: RunConfig):
         self.config = config
         self.folder = Path(config.output.output_dir)
+        check_outside(self.folder, config.data.train_data_dir)
         self.accelerator = make_accelerator(config)
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)

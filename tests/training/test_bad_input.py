@@ -116,6 +116,13 @@ def test_rejects_data_that_does_not_fit(refused, make_images, tmp_path):
         assert message in refused(**{"num_shapes": None, "train_batch_size": 1, **changes}), message
 
 
+def test_rejects_an_output_folder_inside_the_data(refused, make_images, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in (tmp_path, tmp_path / "link"):
+        message = refused(train_data_dir=folder, num_shapes=None)
+        assert message.startswith(f"--output_dir {tmp_path}/refused is inside the data folder {folder}, and its files")
+
+
 def test_foreign_names_cannot_control_the_terminal(train, make_images, tmp_path, capfd):
     for name in ("cat", "\x1b[31mdog\n", "e\u202eel"):
         make_images(f"animals\x07/{name}", 3)

@@ -31,7 +31,7 @@ SCRIPTS = {
     finetune_text_to_image: FineTuningConfig,
 }
 CONFIGS = {config_class.task: config_class for config_class in list(SCRIPTS.values())[:3]}
-REQUIRED = {FineTuningConfig: {"pretrained_model_name_or_path": "some/sd"}}
+REQUIRED = {FineTuningConfig: {"pretrained_model_name_or_path": "some/sd", "num_shapes": 20}}
 # Options that exclude others, and so are set in groups.
 ALTERNATIVES = [
     {"dataset_name": "user/data", "dataset_config_name": "part", "dataset_revision": "main"},
@@ -203,6 +203,17 @@ def test_refuses_tokens_without_printing_them(words, capsys):
     assert "hf_secret" not in message
     advice = "argument --hub_token: no token is accepted on the command line; run `hf auth login`, or set HF_TOKEN"
     assert (advice if "tokn" not in words[0] else "unknown argument '--hub_tokn' (did") in message
+
+
+def test_fine_tuning_needs_data(capsys):
+    required = {"pretrained_model_name_or_path": "some/sd"}
+    for source in ("train_data_dir", "dataset_name", "precomputed_dir"):
+        make_config(FineTuningConfig, **required, **{source: "some/data"})
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(FineTuningConfig, "", words_of(required))
+    assert stopped.value.code == 2
+    message = "pass the images to train on: --train_data_dir, --dataset_name or --precomputed_dir (or --num_shapes, to"
+    assert message in capsys.readouterr().err
 
 
 SIZE = {"train_batch_size": 4, "total_batch_size": 8, "max_train_steps": 100}
