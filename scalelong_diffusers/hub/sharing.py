@@ -162,7 +162,7 @@ def write_model_card(
 
 
 def _add_training_facts(model_or_pipeline: ModelMixin | DiffusionPipeline, facts: CardFacts) -> CardFacts:
-    """Without facts about training, add those in the `settings.json` next to a model or pipeline."""
+    """Add the facts in the `settings.json` next to a model or pipeline, unless there are facts about training."""
     folder = model_or_pipeline.config.get("_name_or_path")
     if facts.training is not None or folder is None or not os.path.isdir(folder):
         return facts
