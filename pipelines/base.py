@@ -17,6 +17,7 @@ from scalelong_diffusers.pipelines.compatibility import (
     check_scheduler,
     check_size,
     required_conditions,
+    set_timesteps,
     size_multiple,
     unwrap_model,
     uses_predicted_variance,
@@ -177,9 +178,11 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         self, num_inference_steps: int, timesteps: list[int] | None, sigmas: list[float] | None
     ) -> torch.Tensor:
         """Set the scheduler's timesteps. They stay on the CPU: schedulers read their values in each step."""
-        check_size("num_inference_steps", num_inference_steps)
         given = {name: v for name, v in {"timesteps": timesteps, "sigmas": sigmas}.items() if v is not None}
-        self.scheduler.set_timesteps(**(given or {"num_inference_steps": num_inference_steps}), device="cpu")
+        if given:
+            self.scheduler.set_timesteps(**given, device="cpu")
+        else:
+            set_timesteps(self.scheduler, num_inference_steps)
         return self.scheduler.timesteps
 
     def _initial_latents(

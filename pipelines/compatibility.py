@@ -92,6 +92,22 @@ def check_size(name: str, value: int, multiple: int = 1):
         raise UserError(f"{name} must be {accepted}, got {value}")
 
 
+def set_timesteps(scheduler: SchedulerMixin, num_inference_steps: int):
+    """Set the number of steps of a scheduler, or raise a `UserError` if it cannot take so many."""
+    check_size("num_inference_steps", num_inference_steps)
+    name, limit = type(scheduler).__name__, scheduler.config.get("num_train_timesteps")
+    if limit is not None and num_inference_steps > limit:
+        raise UserError(f"num_inference_steps must be at most {limit} for this {name}, got {num_inference_steps}")
+    try:
+        scheduler.set_timesteps(num_inference_steps, device="cpu")
+    except ValueError as error:
+        raise UserError(f"{name} cannot take num_inference_steps={num_inference_steps}: {error}") from error
+    # DPM-Solver and UniPC round one timestep more than they take to integers, and divide by zero between equal ones.
+    sigmas = getattr(scheduler, "sigmas", None)
+    if sigmas is not None and scheduler.order == 1 and not sigmas[:-1].diff().all():
+        raise UserError(f"num_inference_steps must be at most {limit - 1} for this {name}, got {num_inference_steps}")
+
+
 def check_channels(model: nn.Module, vae: Autoencoder | None):
     """Check that the channels of the model's input, its output and the vae's latents agree."""
     channels, out_channels = model.config.in_channels, model.config.out_channels

@@ -23,9 +23,11 @@ from scalelong_diffusers.locks import locked
 from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
+from scalelong_diffusers.pipelines.compatibility import set_timesteps
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for
+from scalelong_diffusers.terminal import printable
 
 
 SCHEDULERS = {
@@ -94,6 +96,8 @@ class Sampling:
             pipe.scheduler = scheduler_by_name(config.scheduler, pipe.scheduler)
         if config.guidance_scale is not None:
             pipe.set_guidance(config.guidance_scale)
+        set_timesteps(pipe.scheduler, config.num_inference_steps)
+        pipe.image_size(config.height, config.width)
         self._settings = {
             **asdict(config),
             "guidance_scale": _guidance_scale(pipe, config),
@@ -135,7 +139,9 @@ class Sampling:
         layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
         total = self.num_images if team.num_processes == 1 else len(share)
         hidden = not team.is_main_process
-        bar = tqdm(desc=str(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden)
+        bar = tqdm(
+            desc=printable(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden
+        )
         with bar:
             for start in range(0, len(share), self.batch_size):
                 batch = share[start : start + self.batch_size]

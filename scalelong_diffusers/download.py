@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 
@@ -69,6 +70,14 @@ def fetch_file(source: str | os.PathLike, name: str, **download_options) -> str 
             return None
 
 
+def check_repo_id(name: str, repo_id: str):
+    """Raise a `UserError` if a value, which the message calls `name`, cannot be the id of a Hub repository."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{name} must be a Hub repository, whose ids look like user/name, got {repo_id!r}") from error
+
+
 @contextmanager
 def hub_errors(source: str | os.PathLike, revision: str | None = None) -> Iterator[None]:
     """Turn the errors of the Hub's client into one-line messages that say what to do."""
@@ -96,8 +105,11 @@ def _refusal(error: Exception, source: str | os.PathLike, revision: str | None) 
             "with `hf auth login`, or pass token"
         )
     status = error.response.status_code
-    advice = "; your token (`hf auth whoami`) does not allow it" if status in (401, 403) else ""
-    return f"the Hub refused the request for {source} with status {status}{advice}"
+    advice = {
+        401: "; log in with `hf auth login`, or set HF_TOKEN",
+        403: "; your token (`hf auth whoami`) does not allow it",
+    }
+    return f"the Hub refused the request for {source} with status {status}{advice.get(status, '')}"
 
 
 def load_pretrained(load: Callable, source: str | os.PathLike, *, subfolder: str = "", **options) -> Any:

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from scalelong_diffusers.terminal import printable
+
 
 class UserError(ValueError):
     """
@@ -12,6 +14,9 @@ class UserError(ValueError):
     Commands and training scripts print it as one line and exit with code 2. Any other exception is a bug and keeps its
     traceback.
     """
+
+    def __str__(self) -> str:
+        return printable(" ".join(super().__str__().split()))
 
 
 def did_you_mean(word: Any, accepted: Iterable[str]) -> str:

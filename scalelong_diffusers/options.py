@@ -32,6 +32,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import numpy as np
 
 from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.terminal import print_lines
 
 
 Config = TypeVar("Config")
@@ -66,10 +67,10 @@ class Option:
     @property
     def bounds(self) -> str:
         """The accepted numbers in words."""
-        low = f"at least {self.at_least:g}" if self.at_least is not None else ""
-        low = f"above {self.above:g}" if self.above is not None else low
-        high = f"at most {self.at_most:g}" if self.at_most is not None else ""
-        high = f"below {self.below:g}" if self.below is not None else high
+        low = f"at least {self.at_least:,}" if self.at_least is not None else ""
+        low = f"above {self.above:,}" if self.above is not None else low
+        high = f"at most {self.at_most:,}" if self.at_most is not None else ""
+        high = f"below {self.below:,}" if self.below is not None else high
         return " and ".join(filter(None, (low, high))) or "finite"
 
     def allows(self, number: float) -> bool:
@@ -241,11 +242,12 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments, unknown = super().parse_known_args([_with_underscores(word) for word in words], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0].split('=')[0], flags)}")
+            flag = unknown[0].split("=")[0]  # without its value, which may be a secret
+            self.error(f"unknown argument {flag!r}{did_you_mean(flag, flags)}")
         return arguments, unknown
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
+        print_lines(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
         sys.exit(2)
 
 

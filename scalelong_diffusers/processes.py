@@ -1,5 +1,6 @@
 """The processes of `accelerate launch` or torchrun. Without a launcher there is one process."""
 
+import signal
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,9 @@ from scalelong_diffusers.errors import UserError
 
 
 Result = TypeVar("Result")
+
+# The signals that ask a process to stop. A dropped connection sends SIGHUP, which Windows does not have.
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 
 
 class OtherProcessFailed(UserError):

@@ -10,7 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # From bottom to top. A name is a module or a folder of modules.
 LAYERS = [
-    {"options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"},
+    {
+        *("options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"),
+        "terminal",
+    },
     {"scaling"},
     {"models"},
     {"patching"},

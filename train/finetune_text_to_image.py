@@ -59,6 +59,10 @@ class FineTuningConfig(RunConfig):
     )
     guidance_scale: float = option(7.5, "guidance of sample grids; 1 turns it off", at_least=0)
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.data.check_is_given()
+
     @classmethod
     def implied_options(cls, values: Mapping) -> Mapping:
         return {"learning_rate": 1e-4} if values.get("lora_rank") is not None else {}

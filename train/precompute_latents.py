@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 
 from scalelong_diffusers import options
 from scalelong_diffusers.data import load_training_data
+from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.options import option
 from scalelong_diffusers.processes import processes
+from scalelong_diffusers.terminal import print_lines
 from scalelong_diffusers.training.precomputing import DTYPES, Encoders, PrecomputeDataConfig, PrecomputedWriter
 from scalelong_diffusers.training.script import TrainingStopped, run_script
 
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None):
 
 def precompute(config: PrecomputeConfig):
     """Encode the dataset of a config. Call this function from Python."""
+    check_outside(config.output_dir, config.data.train_data_dir)
     encoders = Encoders(config.vae, config.text_encoder, config.dtype)
     data = load_training_data(
         config.data,
@@ -80,7 +83,8 @@ def precompute(config: PrecomputeConfig):
     )
     writer = PrecomputedWriter(config.output_dir, config.data, data, encoders, config.rows_per_shard)
     size = writer.write(config.batch_size)
-    processes().print(f"{data.description}: {size / 2**20:,.1f} MiB of latents in {config.output_dir}")
+    if processes().is_local_main_process:
+        print_lines(f"{data.description}: {size / 2**20:,.1f} MiB of latents in {config.output_dir}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.evaluation.images import SHAPES
 from scalelong_diffusers.evaluation.metrics import INCEPTION
 from scalelong_diffusers.options import ArgumentParser, as_flags
+from scalelong_diffusers.terminal import print_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,11 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # the code of a program that SIGPIPE ends
     except KeyboardInterrupt:
-        print("scalelong: interrupted; run the same command again to resume", file=sys.stderr)
+        print_lines("scalelong: interrupted; run the same command again to resume", file=sys.stderr)
         return 130
     except UserError as error:
-        message = as_flags(" ".join(str(error).split()), vars(arguments))
-        print(f"scalelong: {message}", file=sys.stderr)
+        print_lines(f"scalelong: {as_flags(str(error), vars(arguments))}", file=sys.stderr)
         return 2
 
 

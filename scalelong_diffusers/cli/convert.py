@@ -7,6 +7,7 @@ from scalelong_diffusers.models.conversion import CheckpointDetails, convert_fro
 from scalelong_diffusers.models.uvit import TIMESTEP_CONVENTIONS
 from scalelong_diffusers.options import add_options, options_of
 from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.terminal import print_lines
 
 
 def add_command(commands: argparse._SubParsersAction):
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     model = convert_from_reference(arguments.source, arguments.target, details)
     config = model.config
-    print(
+    print_lines(
         f"{arguments.target}: UViTModel with {model.num_parameters():,} parameters, {config.num_layers} + 1 blocks, "
         f"{config.num_attention_heads} heads, timesteps (t + {config.timestep_offset:g}) * "
         f"{config.timestep_scale:g}, {model.skip_scaler.config}"

@@ -17,6 +17,7 @@ import torch
 
 from scalelong_diffusers.cli.sample import AliasedGroup
 from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.data.images import fixed_permutation
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
@@ -44,6 +45,7 @@ from scalelong_diffusers.pipelines.loading import load_pipeline
 from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampling, choose_device, read_sample_settings
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes
+from scalelong_diffusers.terminal import print_lines
 
 
 RESULT_FILE = "evaluation.jsonl"
@@ -136,8 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
     result = _evaluate(arguments)
     if team.is_main_process:
         for warning in result["warnings"]:
-            print(f"scalelong: warning: {warning}", file=sys.stderr)
-        print(json.dumps(result) if arguments.json else _report(result))
+            print_lines(f"scalelong: warning: {warning}", file=sys.stderr)
+        print_lines(json.dumps(result) if arguments.json else _report(result))
     team.destroy_process_group()
     return 0
 
@@ -252,6 +254,8 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
     config = build_config(SampleConfig, given)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
     folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
+    if evaluation.config.reference != SHAPES:
+        check_outside(folder, evaluation.config.reference)
     _ = evaluation.extractor  # fail before images are made, not after
     pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
     pipe.to(evaluation.device)

@@ -19,6 +19,7 @@ from scalelong_diffusers.models.mup import mup_scales
 from scalelong_diffusers.options import add_options
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.terminal import print_lines
 
 
 _MUP_FACTORS = ("init_std", "learning_rate", "weight_decay", "eps")
@@ -45,9 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     skips = skip_connections(model_skeleton(arguments.model, config))
     if arguments.json:
         rows = [dataclasses.asdict(skip) for skip in skips]
-        print(json.dumps({"skip_scaling": skips.config.to_dict(), "parameters": skips.parameters, "skips": rows}))
+        print_lines(
+            json.dumps({"skip_scaling": skips.config.to_dict(), "parameters": skips.parameters, "skips": rows})
+        )
     else:
-        print(skips)
+        print_lines(*str(skips).splitlines())
     return 0
 
 

@@ -5,6 +5,7 @@ import json
 
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.scaling.factors import MEAN_NOISE_RATIO, UPPER_NOISE_RATIO, skip_energy, solve_kappa
+from scalelong_diffusers.terminal import print_lines
 
 
 # More skips than any model has; beyond it the table would take ever longer.
@@ -28,11 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     solved = [(solve_kappa(target, n), target) for target in targets]
     table = [(kappa, skip_energy(kappa, n)) for kappa in [*(kappa for kappa, _ in solved), *kappas]]
     if arguments.json:
-        print(json.dumps({"skips": n, "table": [{"kappa": kappa, "S": energy} for kappa, energy in table]}))
+        print_lines(json.dumps({"skips": n, "table": [{"kappa": kappa, "S": energy} for kappa, energy in table]}))
         return 0
-    print(f"N = {n} long skips, S = sum of kappa^(2(i-1))\n   kappa       S")
+    print_lines(f"N = {n} long skips, S = sum of kappa^(2(i-1))", "   kappa       S")
     for kappa, energy in table:
-        print(f"{kappa:8.4f}  {energy:6.3f}")
+        print_lines(f"{kappa:8.4f}  {energy:6.3f}")
     if any(energy < target - 1e-6 for (_, target), (_, energy) in zip(solved, table)):
-        print(f"S cannot be more than N = {n}, which kappa = 1 gives")
+        print_lines(f"S cannot be more than N = {n}, which kappa = 1 gives")
     return 0

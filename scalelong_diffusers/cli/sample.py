@@ -8,6 +8,7 @@ import torch
 from scalelong_diffusers.options import add_options, build_config
 from scalelong_diffusers.pipelines.loading import load_pipeline
 from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampling, choose_device
+from scalelong_diffusers.terminal import print_lines
 
 
 # Short names of flags.
@@ -62,5 +63,5 @@ def run(arguments: argparse.Namespace) -> int:
     pipe.to(choose_device(arguments.device))
     folder, n = arguments.output_dir, arguments.num_images
     made = Sampling(pipe, config, folder, n, arguments.batch_size).make()
-    print(f"{folder}: {n} images, {made} of them new, and a grid")
+    print_lines(f"{folder}: {n} images, {made} of them new, and a grid")
     return 0

@@ -7,6 +7,9 @@ from scalelong_diffusers.options import check_options, option
 
 
 INTERPOLATION_MODES = ("lanczos", "bicubic", "bilinear", "hamming", "box")
+# Larger values are mistakes, with which a run would take all memory.
+MAX_RESOLUTION = 4096
+MAX_SHAPES = 10_000_000
 _SOURCES = ("dataset_name", "train_data_dir", "precomputed_dir")
 _DATASETS = ("dataset_name", "train_data_dir")
 # Fields that have an effect only with one of these sources.
@@ -47,7 +50,9 @@ class DataConfig:
         at_least=1,
         metavar="N",
     )
-    resolution: int = option(32, "scale and crop images to this width and height in pixels", at_least=1)
+    resolution: int = option(
+        32, "scale and crop images to this width and height in pixels", at_least=1, at_most=MAX_RESOLUTION
+    )
     crop_size: int | None = option(
         None, "crop a centered square of this size in pixels from each image before scaling", at_least=1
     )
@@ -63,7 +68,7 @@ class DataConfig:
     dataloader_num_workers: int = option(
         0, "worker processes that load data; 0 loads in the training process", at_least=0, on_resume="free"
     )
-    num_shapes: int = option(10_000, "number of images in the built-in dataset", at_least=2)
+    num_shapes: int = option(10_000, "number of images in the built-in dataset", at_least=2, at_most=MAX_SHAPES)
     precomputed_dir: str | None = option(
         None, "train on the output of precompute_latents.py instead of images", on_resume="free"
     )

@@ -43,6 +43,17 @@ def list_files(folder: Path, folders: Sequence[Path]) -> tuple[list[str], Counte
     return sorted(files), ignored
 
 
+def check_outside(output_dir: str | Path, data_folder: str | None):
+    """Reject an output folder inside a data folder, if there is one: its files would be taken for data later."""
+    if data_folder is None or not os.path.isdir(data_folder):
+        return
+    if Path(output_dir).resolve().is_relative_to(Path(data_folder).resolve()):
+        raise UserError(
+            f"--output_dir {output_dir} is inside the data folder {data_folder}, and its files would be taken for "
+            "data later: pass a folder outside of it"
+        )
+
+
 def _problem(path: str, folders: Sequence[Path]) -> Kind | None:
     if not os.path.exists(path):
         return BROKEN_LINK

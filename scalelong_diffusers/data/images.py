@@ -93,7 +93,7 @@ class Transform:
         """Scale the shorter side to the resolution."""
         factor = self.resolution / min(image.size)
         size = tuple(max(self.resolution, round(side * factor)) for side in image.size)
-        if size[0] * size[1] > max(MAX_PIXELS, self.resolution**2):
+        if size[0] * size[1] > MAX_PIXELS:
             given, scaled = (f"{width} x {height}" for width, height in (image.size, size))
             raise UserError(f"its {given} pixels would be scaled to {scaled}")
         return image if size == image.size else image.resize(size, Image.Resampling[self.interpolation.upper()])

@@ -23,6 +23,7 @@ from scalelong_diffusers.data.batch import Batch, Draws
 from scalelong_diffusers.data.images import Transform, to_pixel_values
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.image_files import UnreadableImage
+from scalelong_diffusers.processes import STOP_SIGNALS
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -390,7 +391,6 @@ def _close_all():
         batches.close()
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CAN_BLOCK_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows
 
 
@@ -399,7 +399,7 @@ def _blocked_signals():
     if not _CAN_BLOCK_SIGNALS:
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -408,10 +408,10 @@ def _blocked_signals():
 
 def _leave_signals_to_main_process(worker: int):
     """
-    Ignore SIGINT and the first SIGTERM in a worker.
+    Ignore signals to stop, except a second SIGTERM, in a worker.
 
-    Ctrl-C and the end of a job reach all processes. The main process finishes its step and saves a checkpoint, for
-    which it needs its workers. Then it ends them: by a message, or by another SIGTERM if they hang.
+    Ctrl-C, a dropped connection and the end of a job reach all processes. The main process finishes its step and saves
+    a checkpoint, for which it needs its workers. Then it ends them: by a message, or by another SIGTERM if they hang.
     """
     received = []
 
@@ -420,7 +420,7 @@ def _leave_signals_to_main_process(worker: int):
         if len(received) > 1:
             os._exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, exit_at_the_second)
+    for number in STOP_SIGNALS:
+        signal.signal(number, exit_at_the_second if number == signal.SIGTERM else signal.SIG_IGN)
     if _CAN_BLOCK_SIGNALS:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -145,7 +145,7 @@ def _load_folder(config: DataConfig, needs_labels: bool) -> tuple[dict[str, Data
     except UserError:
         raise
     except (ValueError, OSError, IndexError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        reason = "it has no images" if isinstance(error, IndexError) else one_line(error)
+        reason = "it has no images, or metadata without entries" if isinstance(error, IndexError) else one_line(error)
         several = "from string to array" in reason or "from array to string" in reason
         advice = "; if some images have several captions, write the captions of all images as lists" if several else ""
         raise UserError(f"cannot load {where}: {reason}{advice}") from error

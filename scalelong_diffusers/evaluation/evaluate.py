@@ -23,6 +23,7 @@ from scalelong_diffusers.evaluation.metrics import (
 )
 from scalelong_diffusers.evaluation.networks import FeatureExtractor
 from scalelong_diffusers.processes import processes, run_on_all_processes
+from scalelong_diffusers.terminal import print_lines
 
 
 def feature_statistics(
@@ -74,7 +75,7 @@ def reference_statistics(
         try:
             statistics.save(file)
         except (OSError, SafetensorError) as error:  # they took long, and can still be used now
-            tqdm.write(f"warning: the statistics of the reference cannot be saved: {error}", file=sys.stderr)
+            print_lines(f"warning: the statistics of the reference cannot be saved: {error}", file=sys.stderr)
     team.wait_for_everyone()
     return statistics, file
 

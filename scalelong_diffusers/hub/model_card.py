@@ -2,6 +2,7 @@
 Model cards. Each push rewrites the part between two marks; everything around it belongs to the owner of the card.
 """
 
+import html
 import inspect
 import json
 import re
@@ -18,6 +19,7 @@ from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import required_conditions, unwrap_model
 from scalelong_diffusers.scaling import METHODS, SkipScalingConfig
+from scalelong_diffusers.terminal import printable
 
 
 # To be replaced by `pip install scalelong-diffusers` once the package is on PyPI.
@@ -80,6 +82,21 @@ class CardFacts:
     def parse(cls, facts: "CardFacts | Mapping[str, Any] | None") -> "CardFacts":
         """Return the facts of a `CardFacts`, of a dict of its fields, or of None."""
         return facts if isinstance(facts, cls) else cls(**(facts or {}))
+
+
+def training_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `CardFacts` that the `settings.json` of a training run holds. It may be another file."""
+    flags = {"steps": "max_train_steps", "batch size": "total_batch_size", "learning rate": "learning_rate"}
+    if not {"data", "use_ema", "ema_decay", *flags.values()} <= settings.keys():
+        return {}
+    return {
+        "preset": settings.get("preset"),
+        "training_data": settings["data"],
+        "training": {
+            **{name: settings[flag] for name, flag in flags.items()},
+            "EMA": settings["ema_decay"] if settings["use_ema"] else "no",
+        },
+    }
 
 
 def make_card(
@@ -147,8 +164,7 @@ def _build_card(
     try:
         card = ModelCard(previous or "---\n{}\n---\n")
     except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the metadata of the README.md of {repo_id} cannot be read: {reason}") from error
+        raise UserError(f"the metadata of the README.md of {repo_id} cannot be read: {error}") from error
     card.data.library_name = "diffusers"
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
     card.data.pipeline_tag = card.data.pipeline_tag or task
@@ -158,14 +174,14 @@ def _build_card(
     picture = [] if facts.samples is None else [f"![samples]({SAMPLES})", ""]
     skips = skip_connections(_model_of(model_or_pipeline))
     lines = [
-        *(START, f"# {repo_id.split('/')[-1]}", "", *picture, *intro, INSTALL, "", "```python", *snippet, "```", ""),
+        *(f"# {repo_id.split('/')[-1]}", "", *picture, *intro, INSTALL, "", "```python", *snippet, "```", ""),
         *("## Skip scaling", "", _describe_scaling(skips.config), "", "```text", str(skips), "```", ""),
         *_class_section(model_or_pipeline),
         *_table("Training", {"preset": facts.preset, "data": facts.training_data, **(facts.training or {})}),
         *_table("Results", facts.metrics or {}),
-        END,
     ]
-    generated = "\n".join(lines)
+    text = "\n".join(lines).replace("<!--", "&lt;!--")  # a mark in a field would move the end of this part
+    generated = f"{START}\n{text}\n{END}"
     if _GENERATED.search(card.text):
         card.text = _GENERATED.sub(lambda _: generated, card.text, count=1)
     else:
@@ -212,7 +228,7 @@ def _class_section(model_or_pipeline: ModelMixin | DiffusionPipeline) -> list[st
     names = model_or_pipeline.config.class_names if is_class_conditional else None
     if not names:
         return []
-    listed = [f"{i}: {_cell(name)}" for i, name in list(names.items())[:_MAX_CLASSES]]
+    listed = [f"{i}: {_escape(name)}" for i, name in list(names.items())[:_MAX_CLASSES]]
     more = f", ... ({len(names)} in `pipe.config.class_names`)" if len(names) > _MAX_CLASSES else ""
     return ["## Classes", "", ", ".join(listed) + more, ""]
 
@@ -225,9 +241,11 @@ def _table(title: str, rows: Mapping[str, Any]) -> list[str]:
     known = {name: value for name, value in rows.items() if value is not None}
     if not known:
         return []
-    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in known.items()]
+    lines = [f"| {_escape(name)} | {_escape(value)} |" for name, value in known.items()]
     return [f"## {title}", "", "| | |", "|---|---|", *lines, ""]
 
 
-def _cell(value: Any) -> str:
-    return " ".join(str(value).splitlines()).replace("|", "\\|")
+def _escape(value: Any) -> str:
+    """Return a value as one line of plain text, without HTML and markdown."""
+    text = html.escape(printable(" ".join(str(value).split())), quote=False)
+    return re.sub(r"[\\`*_~|\[\]]", r"\\\g<0>", text)

@@ -9,10 +9,10 @@ from typing import Any
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import HfApi, ModelCard
 
-from scalelong_diffusers.download import fetch_file, hub_errors
+from scalelong_diffusers.download import check_repo_id, fetch_file, hub_errors, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.hub.adapters import save_adapter
-from scalelong_diffusers.hub.model_card import SAMPLES, CardFacts, make_adapter_card, make_card
+from scalelong_diffusers.hub.model_card import SAMPLES, CardFacts, make_adapter_card, make_card, training_facts
 
 
 def push_to_hub(
@@ -35,14 +35,15 @@ def push_to_hub(
         create_pr: open a pull request instead of writing to the branch.
         revision: the branch, which is created if it does not exist; `main` by default.
         subfolder: push into this folder of the repository, without a model card.
-        card: more facts for the model card: [`CardFacts`], or a dict of its fields.
+        card: more facts for the model card: [`CardFacts`], or a dict of its fields. Without `training`, the facts come
+            from `settings.json` if the model was loaded from the folder of a training run.
         save_options: options of `save_pretrained`: `variant`, `max_shard_size`, `safe_serialization`.
 
     ```python
     push_to_hub(pipe, "user/my-model", card={"training_data": "CIFAR-10", "samples": grid})
     ```
     """
-    card = CardFacts.parse(card)
+    card = _add_training_facts(model_or_pipeline, CardFacts.parse(card))
     load_options = {"revision": revision, "variant": save_options.get("variant")}
     load_options = {name: value for name, value in load_options.items() if value}
 
@@ -94,6 +95,7 @@ def push_adapter(
             f"{source or 'no repository'}"
         )
     base_model = base_model or source
+    check_repo_id("base_model", base_model)
 
     def write_card(folder: str, repo_id: str, previous: str | None):
         _write_card(make_adapter_card(pipe, base_model, repo_id, card, previous, revision), card, folder)
@@ -132,6 +134,15 @@ def _push(
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, **upload_options))
 
 
+def create_repository(repo_id: str, private: bool):
+    """Create a repository unless it exists, and check that files can be written to it."""
+    api = HfApi()
+    with hub_errors(repo_id):
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        # `create_repo` also returns if the repository exists but belongs to somebody else.
+        api.auth_check(repo_id, write=True)
+
+
 def write_model_card(
     model_or_pipeline: ModelMixin | DiffusionPipeline,
     folder: str | os.PathLike,
@@ -148,6 +159,15 @@ def write_model_card(
     load_options, facts = load_options or {}, facts or CardFacts()
     previous = _card_on_hub(repo_id, token, load_options.get("revision"))
     _write_card(make_card(model_or_pipeline, repo_id, facts, previous, load_options), facts, folder)
+
+
+def _add_training_facts(model_or_pipeline: ModelMixin | DiffusionPipeline, facts: CardFacts) -> CardFacts:
+    """Add the facts in the `settings.json` next to a model or pipeline, unless there are facts about training."""
+    folder = model_or_pipeline.config.get("_name_or_path")
+    if facts.training is not None or folder is None or not os.path.isdir(folder):
+        return facts
+    given = {name: value for name, value in vars(facts).items() if value is not None}
+    return CardFacts(**{**training_facts(read_json(folder, "settings.json") or {}), **given})
 
 
 def _card_on_hub(repo_id: str, token: str | None, revision: str | None) -> str | None:

@@ -1,13 +1,16 @@
 """The typed config of a training run. Flags, checks, `--help`, `settings.json` and resuming derive from the fields."""
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.download import check_repo_id
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.skip_init import SKIP_INITS
 from scalelong_diffusers.options import (
@@ -169,7 +172,8 @@ class MonitoringConfig:
     )  # fmt: skip
     sample_steps: int = option(1000, "save a sample grid every N steps (0: never)", at_least=0, on_resume="free")
     num_samples: int = option(16, "images in a sample grid", at_least=1, on_resume="free")
-    num_inference_steps: int = option(25, "sampling steps for sample grids and evaluations", at_least=1)
+    # More do not fit a DPM-Solver for 1000 training timesteps.
+    num_inference_steps: int = option(25, "sampling steps for sample grids and evaluations", at_least=1, at_most=999)
     eval_steps: int = option(
         0, "compute FID and KID of samples every N steps (0: never); this takes long", at_least=0, on_resume="free"
     )
@@ -210,14 +214,20 @@ class OutputConfig:
     hub_model_id: str | None = option(
         None, "repository to push to (default: the name of --output_dir)", metavar="USER/NAME", on_resume="free"
     )
-    hub_token: str | None = option(None, "access token for the Hub", on_resume="free")
     hub_private_repo: bool = option(False, "create the repository as private", on_resume="free")
 
     def __post_init__(self):
         check_options(self)
-        for name in ("hub_model_id", "hub_token", "hub_private_repo"):
+        for name in ("hub_model_id", "hub_private_repo"):
             if getattr(self, name) and not self.push_to_hub:
                 raise UserError(f"--{name} needs --push_to_hub")
+        if self.push_to_hub:
+            check_repo_id("hub_model_id", self.repo_id)
+
+    @property
+    def repo_id(self) -> str:
+        """The repository to push to."""
+        return self.hub_model_id or Path(self.output_dir).resolve().name
 
 
 @dataclass(frozen=True)
@@ -330,7 +340,13 @@ def make_parser(config_class: type[RunConfig], description: str) -> ArgumentPars
         group = nested_config(config_class, entry)
         if group not in (None, SkipScalingConfig):
             add_options(parser, group, entry.name, defaults=entry.default_factory())
+    parser.add_argument("--hub_token", type=_refuse_token, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+def _refuse_token(token: str):
+    # `accelerate launch` prints the whole command if a run fails.
+    raise argparse.ArgumentTypeError("no token is accepted on the command line; run `hf auth login`, or set HF_TOKEN")
 
 
 def parse_config(config_class: type[Config], description: str, argv: Sequence[str] | None = None) -> Config:

@@ -13,6 +13,7 @@ from diffusers.utils import is_peft_available
 from torch import nn
 
 from scalelong_diffusers.data import Batch, DataConfig
+from scalelong_diffusers.data.config import MAX_RESOLUTION, MAX_SHAPES
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
@@ -45,11 +46,30 @@ DEFAULT_WARMUP_STEPS = 500
 
 @dataclass(frozen=True)
 class FineTuningDataConfig(DataConfig):
-    """The data config of a fine-tuning run. By default, the resolution is the pipeline's own."""
+    """
+    The data config of a fine-tuning run. By default, the resolution is the pipeline's own.
 
-    resolution: int | None = option(
-        None, "scale and crop images to this width and height in pixels (default: the pipeline's own)", at_least=1
+    There is no default dataset, because it would spoil a trained model.
+    """
+
+    dataset_name: str | None = option(None, "dataset on the Hub")
+    num_shapes: int | None = option(
+        None, "try the script with this many of the built-in colored shapes", at_least=2, at_most=MAX_SHAPES
     )
+    resolution: int | None = option(
+        None,
+        "scale and crop images to this width and height in pixels (default: the pipeline's own)",
+        at_least=1,
+        at_most=MAX_RESOLUTION,
+    )
+
+    def check_is_given(self):
+        """Raise a `UserError` if no dataset is given."""
+        if not any((self.dataset_name, self.train_data_dir, self.precomputed_dir, self.num_shapes)):
+            raise UserError(
+                "pass the images to train on: --train_data_dir, --dataset_name or --precomputed_dir (or --num_shapes, "
+                "to try the script with drawn shapes)"
+            )
 
 
 class FineTuning:

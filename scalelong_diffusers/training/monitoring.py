@@ -114,7 +114,7 @@ class SampleEvaluation:
         check_features(reference, features)
         check_features_kept(metrics, reference)
         for warning in evaluation_warnings(metrics, options.num_eval_images, reference):
-            run.accelerator.print(f"warning: --eval_steps: {warning}")
+            run.print(f"warning: --eval_steps: {warning}")
         seed = run.config.optimization.seed
         return cls(reference, features, metrics, options.num_eval_images, run.size.train_batch_size, seed)
 

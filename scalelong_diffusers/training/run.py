@@ -21,6 +21,7 @@ from torch import nn
 from tqdm import tqdm
 
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
+from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import write_json
 from scalelong_diffusers.locks import FolderLock
@@ -29,6 +30,7 @@ from scalelong_diffusers.models.mup import mixes_mup_settings
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
+from scalelong_diffusers.terminal import print_lines
 from scalelong_diffusers.training import saving
 from scalelong_diffusers.training.accelerator import make_accelerator
 from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, load_state, read_state, save_state
@@ -85,6 +87,7 @@ class TrainingRun:
     def __init__(self, config: RunConfig):
         self.config = config
         self.folder = Path(config.output.output_dir)
+        check_outside(self.folder, config.data.train_data_dir)
         self.accelerator = make_accelerator(config)
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)
@@ -180,6 +183,7 @@ class TrainingRun:
             if self.config.output.resume_from_checkpoint is not None:
                 self._resume(self.config.output.resume_from_checkpoint)
             self._report_settings()
+            saving.check_repository(self)
             self.optimizer_step.set_learning_rate(self.global_step)
             evaluates = self.config.monitoring.eval_steps > 0
             self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
@@ -199,9 +203,9 @@ class TrainingRun:
                 "up for fewer steps, or train longer"
             )
         for name, value in self.settings.items():
-            self.accelerator.print(f"{name}: {value}")
+            self.print(f"{name}: {value}")
         if options.lr_scheduler != "constant" and options.lr_warmup_steps >= steps:
-            self.accelerator.print(
+            self.print(
                 f"warning: the learning rate warms up for {options.lr_warmup_steps} steps (--lr_warmup_steps), and "
                 f"the run has only {steps}"
             )
@@ -333,9 +337,9 @@ class TrainingRun:
         return self.stop_signal.number != 0
 
     def print(self, text: str):
-        """Print a line once, above the progress bar."""
-        if self.accelerator.is_main_process:
-            tqdm.write(text)
+        """Print a line once on each machine, above the progress bar."""
+        if self.accelerator.is_local_main_process:
+            print_lines(text)
 
     @contextmanager
     def evaluating(self, with_ema: bool = True):
@@ -488,13 +492,13 @@ class TrainingRun:
         path, skipped = run_on_main_process(lambda: self.checkpoints.find(which))
         self._take_folder()
         for reason in skipped:
-            self.accelerator.print(f"warning: {reason}")
+            self.print(f"warning: {reason}")
         state = read_state(path)
         check_same_settings(
             str(path), self.config, state["settings"], self.settings, self.config.output.allow_changed_settings
         )
         if warning := inexact_resume_warning(state["settings"], self.settings):
-            self.accelerator.print(f"warning: {warning}")
+            self.print(f"warning: {warning}")
         if state["step"] > self.size.max_train_steps:
             raise UserError(
                 f"{path} is beyond the run's {self.size.max_train_steps} steps: increase --max_train_steps or "
@@ -503,7 +507,7 @@ class TrainingRun:
         load_state(self, path, state)
         # The strength of the last step, with which the models are saved if no other step follows.
         self._warm_up(max(0, self.global_step - 1))
-        self.accelerator.print(f"resumed from {path}, after step {self.global_step}")
+        self.print(f"resumed from {path}, after step {self.global_step}")
 
     # Output folder, settings and signals
 
@@ -550,10 +554,10 @@ class TrainingRun:
                 for name in batch.unreadable:
                     if name not in self._unreadable:
                         self._unreadable.add(name)
-                        tqdm.write(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
+                        print_lines(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
                 yield batch
         except UserError as error:  # in this process only
-            raise TrainingStopped(" ".join(str(error).split()), exit_code=2) from error
+            raise TrainingStopped(str(error), exit_code=2) from error
 
 
 def _enable_gradient_checkpointing(module: nn.Module):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from diffusers import DiffusionPipeline
 
 from scalelong_diffusers.hub import adapters
-from scalelong_diffusers.hub.model_card import CardFacts
-from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
+from scalelong_diffusers.hub.model_card import training_facts
+from scalelong_diffusers.hub.sharing import create_repository, push_adapter, push_to_hub
 from scalelong_diffusers.image_files import read_image
+from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.training.checkpoints import PARTIAL, replace_folder
+from scalelong_diffusers.training.script import TrainingStopped
 
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 def save_pipeline(run: "TrainingRun", pipeline: DiffusionPipeline, card: Mapping[str, Any]):
     """Save and push a pipeline with EMA weights."""
     load = f'{type(pipeline).__name__}.from_pretrained("{run.folder}")'
-    push_again = f'push_to_hub({load}, "{_repo_id(run)}")'
+    push_again = f'push_to_hub({load}, "{run.config.output.repo_id}")'
     _save_and_push(run, pipeline.save_pretrained, load, partial(push_to_hub, pipeline), push_again, card)
 
 
 def save_adapter(run: "TrainingRun", pipeline: DiffusionPipeline, base_model: str):
     """Save and push the LoRA and the skip scaling of the pipeline's U-Net."""
     load = f'load_adapter(pipe, "{run.folder}")'
-    push_again = f'push_adapter({load}, "{_repo_id(run)}", "{base_model}")'
+    push_again = f'push_adapter({load}, "{run.config.output.repo_id}", "{base_model}")'
     push = partial(push_adapter, pipeline, base_model=base_model)
     _save_and_push(run, partial(adapters.save_adapter, pipeline), load, push, push_again, {})
 
@@ -53,7 +54,7 @@ def _save_and_push(
     """
     with run.evaluating():
         run.write("the pipeline", lambda: _save_into(save, run.folder))
-        run.accelerator.print(f"saved: {load}")
+        run.print(f"saved: {load}")
         is_main_process = run.accelerator.is_main_process
         # The other processes do not wait for the push.
         run.finish()
@@ -76,34 +77,29 @@ def _save_into(save: Callable[[Path], None], folder: Path):
 
 
 def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: Mapping[str, Any]):
-    """Push to the Hub. A failure is only a warning, since the result is already saved."""
-    options, output = run.config.optimization, run.config.output
+    """Push to the Hub. If that fails, the result is already saved."""
     loss = run.metrics.last("validation_loss")
     grids = sorted((run.folder / "samples").glob("*.png"))
-    facts = {
-        "preset": run.settings.get("preset"),
-        "training_data": run.data.description,
-        "training": {
-            "steps": run.global_step,
-            "batch size": run.size.total_batch_size,
-            "learning rate": options.learning_rate,
-            "EMA": options.ema_decay if options.use_ema else "no",
-        },
+    facts = training_facts(run.settings)
+    facts["training"]["steps"] = run.global_step  # the script may have left the loop early
+    facts |= {
         "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
         "samples": read_image(grids[-1], str(grids[-1])) if grids else None,
         **card,
     }
-    repo_id = _repo_id(run)
+    output = run.config.output
     try:
-        url = push(repo_id, private=output.hub_private_repo, token=output.hub_token, card=CardFacts.parse(facts))
-        print(f"pushed: {url}")
+        url = push(output.repo_id, private=output.hub_private_repo, card=facts)
+        run.print(f"pushed: {url}")
     except (OSError, ValueError) as error:
-        print(
-            f"warning: the push to {repo_id} failed ({error}); the model is saved in {run.folder}; to push "
-            f"it again, run {push_again}",
-            file=sys.stderr,
-        )
+        raise TrainingStopped(
+            f"the push to {output.repo_id} failed ({error}); the model is saved in {run.folder}; to push it again, "
+            f"run {push_again}"
+        ) from error
 
 
-def _repo_id(run: "TrainingRun") -> str:
-    return run.config.output.hub_model_id or run.folder.resolve().name
+def check_repository(run: "TrainingRun"):
+    """Create the repository of a run that will be pushed, and check that files can be written to it."""
+    output = run.config.output
+    if output.push_to_hub:
+        run_on_main_process(lambda: create_repository(output.repo_id, output.hub_private_repo))

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.processes import STOP_SIGNALS
+from scalelong_diffusers.terminal import print_lines
 
 
 class TrainingStopped(Exception):
@@ -37,19 +39,18 @@ def run_script(main: Callable[[], object]):
     except TrainingStopped as error:
         stopped = error
     except UserError as error:
-        message = " ".join(str(error).split())
-        stopped = TrainingStopped(message, exit_code=2, on_all_processes=True)
+        stopped = TrainingStopped(str(error), exit_code=2, on_all_processes=True)
     except KeyboardInterrupt:
         message = "interrupted; --resume_from_checkpoint latest resumes from the last checkpoint, if one exists"
         stopped = TrainingStopped(message, exit_code=130, on_all_processes=True)
     except Exception:
         if not torch.distributed.is_initialized():
             raise
-        traceback.print_exc()
+        print_lines(*traceback.format_exc().splitlines(), file=sys.stderr)
         _exit_without_waiting(1)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first or not stopped.on_all_processes:
-        print(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
+        print_lines(f"{Path(sys.argv[0]).stem}: {stopped}", file=sys.stderr)
     if torch.distributed.is_initialized():
         _exit_without_waiting(stopped.exit_code)
     sys.exit(stopped.exit_code)
@@ -62,13 +63,17 @@ def _exit_without_waiting(code: int):
 
 
 class StopSignal:
-    """The signal that asked this process to save and stop: SIGTERM or the first Ctrl-C. `number` is 0 without one."""
+    """The signal that asked this process to save and stop. `number` is 0 without one."""
 
     number = 0
 
     @contextmanager
     def caught(self):
-        """Record signals instead of ending the process. A second Ctrl-C ends the process without saving."""
+        """
+        Record signals instead of ending the process. A second Ctrl-C ends the process without saving.
+
+        Signals that are ignored stay ignored, as `nohup` wants it for SIGHUP.
+        """
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return
@@ -78,7 +83,8 @@ class StopSignal:
                 raise KeyboardInterrupt
             self.number = number
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        caught = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:

@@ -65,7 +65,7 @@ class RunSize:
 
 
 def describe_settings(run: "TrainingRun") -> dict[str, Any]:
-    """Return all options of a run by flag, and the values derived from them, without the Hub token."""
+    """Return all options of a run by flag, and the values derived from them."""
     train, validation = run.data.train.num_samples, run.data.validation.num_samples
     scaling = skip_connections(run.modules["unet"]).config
     settings = {
@@ -84,7 +84,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         "model": _describe_model(run.modules["unet"], scaling),
         "architecture": _architecture_checksum(run.modules["unet"]),
     }
-    return {name: value for name, value in sorted(settings.items()) if name != "hub_token"}
+    return dict(sorted(settings.items()))
 
 
 def _describe_classes(data: TrainingData) -> str:

@@ -108,6 +108,7 @@ class TestInspect:
         "broken JSON": (["{broken}"], ["config.json is not valid JSON"]),
         "number": (["{number}"], ["config.json"]),
         "DiT": (["{dit}"], ["DiTTransformer2DModel has no long skip connections that can be scaled"]),
+        "control characters": (["{escapes}"], ["escapes: \\u001b]0;x\\u0007 has no long skip"]),
         "no class name": (["{nameless}"], ["a model without a _class_name has no long skip connections"]),
         "DiT pipeline": (["{other}"], ["no component (DiTTransformer2DModel) has a config and long"]),
         "incomplete pipeline": (["{incomplete}"], ["no component (", "has a config and long skip"]),
@@ -141,6 +142,7 @@ class TestInspect:
     def test_rejects_bad_input_with_one_line(self, error_of, tmp_path):
         write_config(tmp_path / "sd", SD15)
         write_config(tmp_path / "dit", {"_class_name": "DiTTransformer2DModel"})
+        write_config(tmp_path / "escapes", {"_class_name": "\x1b]0;x\x07"})
         write_config(tmp_path / "nameless", {"sample_size": 8})
         components = {"transformer": ["diffusers", "DiTTransformer2DModel"], "vae": [None, None]}
         write_config(tmp_path / "other", {"_class_name": "DiTPipeline", **components}, "model_index.json")

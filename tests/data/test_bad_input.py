@@ -16,12 +16,14 @@ from scalelong_diffusers.options import ArgumentParser, add_options, options_of,
 CONFIGS = [
     ({"dataset_name": "a/b", "train_data_dir": "c"}, "dataset_name and train_data_dir are both given; choose one"),
     ({"train_data_dir": "c", "precomputed_dir": "d"}, "train_data_dir and precomputed_dir are both given; choose one"),
-    ({"resolution": 0}, "resolution must be an integer, at least 1, got 0"),
-    ({"resolution": 2.5}, "resolution must be an integer, at least 1, got 2.5"),
+    ({"resolution": 0}, "resolution must be an integer, at least 1 and at most 4,096, got 0"),
+    ({"resolution": 2.5}, "resolution must be an integer, at least 1 and at most 4,096, got 2.5"),
+    ({"resolution": 100_000}, "resolution must be an integer, at least 1 and at most 4,096, got 100000"),
+    ({"num_shapes": 10**12}, "num_shapes must be an integer, at least 2 and at most 10,000,000, got 1000000000000"),
     ({"crop_size": 0}, "crop_size must be an integer, at least 1, got 0"),
     ({"validation_size": 0}, "validation_size must be an integer, at least 1, got 0"),
     ({"max_train_samples": 0}, "max_train_samples must be an integer, at least 1, got 0"),
-    ({"num_shapes": 1}, "num_shapes must be an integer, at least 2, got 1"),
+    ({"num_shapes": 1}, "num_shapes must be an integer, at least 2 and at most 10,000,000, got 1"),
     ({"dataloader_num_workers": -1}, "dataloader_num_workers must be an integer, at least 0, got -1"),
     (
         {"image_interpolation_mode": "lanczoz"},
@@ -77,7 +79,8 @@ def test_rejects_folders_without_images(load, tmp_path):
 
 
 def test_rejects_empty_datasets(load, saved):
-    assert_rejected(load, "cannot load the folder saved: it has no images", train_data_dir=saved({"image": []}))
+    message = "cannot load the folder saved: it has no images, or metadata without entries"
+    assert_rejected(load, message, train_data_dir=saved({"image": []}))
 
 
 def test_rejects_empty_parquet_files(load, tmp_path):
@@ -109,6 +112,13 @@ def test_rejects_metadata_without_file_names(load, image_folder):
     folder = image_folder(["a.png", "b.png"])
     (folder / "metadata.jsonl").write_text('{"text": "a"}\n')
     assert_rejected(load, "cannot load the folder pictures: `file_name`, ", train_data_dir=folder)
+
+
+def test_rejects_empty_metadata(load, image_folder):
+    folder = image_folder(["0.png", "1.png"])
+    (folder / "metadata.jsonl").touch()
+    message = "cannot load the folder pictures: it has no images, or metadata without entries"
+    assert_rejected(load, message, train_data_dir=folder)
 
 
 def test_rejects_metadata_of_missing_files(load, image_folder):
@@ -356,7 +366,7 @@ class TestFlags:
 
     def test_invalid_values_name_the_flag(self, parse, capsys):
         for words, message in (
-            (["--num_shapes", "1"], "--num_shapes must be an integer, at least 2, got 1"),
+            (["--num_shapes", "1"], "--num_shapes must be an integer, at least 2 and at most 10,000,000, got 1"),
             (["--center_corp"], "'--center_corp' (did you mean '--center_crop'?)"),
         ):
             with pytest.raises(SystemExit) as stopped:

@@ -222,6 +222,12 @@ class TestImages:
         assert f"/out cannot be a folder, because {tmp_path / 'file'} is a file: pass another --output_dir" in line
         assert not (tmp_path / "cache" / "statistics").exists()
 
+    def test_rejects_an_output_folder_inside_the_reference(self, error_of, pipeline, pictures):
+        folder = pictures(3)
+        line = error_of(pipeline, reference=folder, num_images=2, output_dir=folder / "out")
+        assert f"--output_dir {folder / 'out'} is inside the data folder {folder}, and its files would be" in line
+        assert not (folder / "out").exists()
+
     def test_unfinished_run(self, error_of, tmp_path):
         (tmp_path / "run" / "samples").mkdir(parents=True)
         for step in (1, 2):

@@ -3,8 +3,9 @@ A Hub in memory on loopback for the real client: models and datasets, with commi
 
     python tests/loopback_hub.py        prints its URL and serves until it is stopped
 
-The owner's token allows everything, the reader's token allows reading public repositories. The client needs these
-environment variables before it is imported: HF_ENDPOINT, HF_TOKEN, HF_HUB_DISABLE_XET=1 and a separate HF_HOME.
+The owner's token allows everything, the reader's token allows reading public repositories. A repository named
+`no-space` refuses commits. The client needs these environment variables before it is imported: HF_ENDPOINT, HF_TOKEN,
+HF_HUB_DISABLE_XET=1 and a separate HF_HOME.
 """
 
 import base64
@@ -185,6 +186,11 @@ class Handler(BaseHTTPRequestHandler):
         )
         self.reply({"url": url, "name": repo, "id": "1"})
 
+    @route("GET", "/api/{kind}/{repo}/auth-check/write")
+    def auth_check(self, repo):
+        self.repository(repo, write=True)
+        self.reply({})
+
     @route("POST", "/api/{kind}/{repo}/branch/{branch}")
     def create_branch(self, repo, branch):
         repository = self.repository(repo, write=True)
@@ -229,6 +235,8 @@ class Handler(BaseHTTPRequestHandler):
     @route("POST", "/api/{kind}/{repo}/commit/{revision}")
     def commit(self, repo, revision):
         repository = self.repository(repo, write=True)
+        if repo.endswith("/no-space"):
+            raise Refusal(403, "", "Storage limit reached")
         files = dict(repository.commits[repository.sha_of(revision)])
         for line in self.body.splitlines():
             item = json.loads(line)

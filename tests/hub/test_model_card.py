@@ -22,7 +22,7 @@ from scalelong_diffusers import (
     apply_skip_scaling,
     skip_connections,
 )
-from scalelong_diffusers.hub.model_card import make_card
+from scalelong_diffusers.hub.model_card import END, START, make_card
 
 
 def uvit(skip_scaling="cs", **config):
@@ -162,6 +162,31 @@ def test_unwraps_a_compiled_unet(pipe):
 def test_escapes_cells_of_tables():
     text = make_card(uvit(), "user/model", CardFacts(metrics={"FID | IS": "2.9\n| 9.1"})).text
     assert "| FID \\| IS | 2.9 \\| 9.1 |\n" in text
+
+
+FOREIGN = "<img src=x onerror=alert()> [click](https://a.b) ![](https://a.b) `*_~ \x1b[31m\n# Title & more"
+ESCAPED = (
+    "&lt;img src=x onerror=alert()&gt; \\[click\\](https://a.b) !\\[\\](https://a.b) \\`\\*\\_\\~ \\\\u001b\\[31m "
+    "# Title &amp; more"
+)
+
+
+def test_fields_hold_neither_html_nor_markdown(pipe):
+    named = ScaleLongClassConditionalPipeline(pipe.unet, DDIMScheduler(), class_names=[FOREIGN, *"abc"], null_class=4)
+    facts = CardFacts(preset=FOREIGN, training_data=FOREIGN, training={FOREIGN: FOREIGN}, metrics={FOREIGN: FOREIGN})
+    text = make_card(named, "user/model", facts).text
+    assert text.count(ESCAPED) == 7
+    assert "<img" not in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("mark", [END, START, "<!-- scalelong: other -->"])
+def test_a_mark_in_a_field_does_not_move_the_generated_part(pipe, mark):
+    named = ScaleLongClassConditionalPipeline(pipe.unet, DDIMScheduler(), class_names=[mark, *"abc"], null_class=4)
+    facts = CardFacts(training_data=mark, metrics={mark: 1})
+    first = str(make_card(named, "user/model", facts, load_options={"variant": mark})) + "\nOn bias.\n"
+    second = make_card(pipe, "user/model", CardFacts(), previous=first).text
+    assert second == make_card(pipe, "user/model", CardFacts()).text + "\nOn bias.\n"
 
 
 class TestTextOfTheOwner:

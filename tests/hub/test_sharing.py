@@ -148,6 +148,12 @@ def test_an_adapter_needs_a_base_model_on_the_hub(build_kind, is_saved, tmp_path
         push_adapter(pipe, "user/adapter")
 
 
+def test_a_base_model_must_be_a_repository(build_kind):
+    pipe = build_kind("sd1")
+    with pytest.raises(UserError, match=r"^base_model must be a Hub repository, .* got '\[a\]\(b\) <c>'$"):
+        push_adapter(pipe, "user/adapter", base_model="[a](b) <c>")
+
+
 def test_diffusers_still_uploads_through_the_method_that_we_override():
     """`save_pretrained(push_to_hub=True)` of diffusers ends in this private method."""
     parameters = list(inspect.signature(PushToHubMixin._upload_folder).parameters)

@@ -1,6 +1,7 @@
 """Errors that users can cause: each is one line that names the value and what is accepted."""
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
@@ -87,6 +88,28 @@ class TestSchedulers:
             pipes["nothing"].scheduler = getattr(diffusers, name)(**config)
             with pytest.raises((AttributeError, TypeError), match=message):
                 pipes["nothing"]()
+
+    @pytest.mark.parametrize(
+        ("name", "limit"),
+        [
+            *(("DDPM", 20), ("DDIM", 20), ("EulerDiscrete", 20), ("HeunDiscrete", 20)),
+            *(("DPMSolverMultistep", 19), ("UniPCMultistep", 19), ("DEISMultistep", 19)),
+        ],
+    )
+    def test_limit_the_number_of_steps(self, pipes, name, limit):
+        """DPM-Solver and UniPC returned NaN for as many steps as in training, and an IndexError for more."""
+        pipe = pipes["nothing"]
+        pipe.scheduler = getattr(diffusers, f"{name}Scheduler")(num_train_timesteps=20)
+        assert np.isfinite(pipe(num_inference_steps=limit, output_type="np").images).all()
+        for steps in (limit + 1, 21, 99):
+            message = f"^num_inference_steps must be at most .* for this {name}Scheduler, got {steps}$"
+            with pytest.raises(UserError, match=message):
+                pipe(num_inference_steps=steps)
+
+    def test_explain_other_limits(self, pipes):
+        pipes["nothing"].scheduler = diffusers.LCMScheduler()
+        with pytest.raises(UserError, match=r"^LCMScheduler cannot take num_inference_steps=60: .* 50 x 1\.0 is"):
+            pipes["nothing"](num_inference_steps=60)
 
     def test_rejects_one_that_would_cut_latents_to_three_channels(self, build):
         unet = build("UNet2DModel", "nothing", in_channels=4, out_channels=8)

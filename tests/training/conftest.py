@@ -249,7 +249,8 @@ def _run_forked(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a test may have closed the terminal
+            sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 
 

@@ -116,6 +116,32 @@ def test_rejects_data_that_does_not_fit(refused, make_images, tmp_path):
         assert message in refused(**{"num_shapes": None, "train_batch_size": 1, **changes}), message
 
 
+def test_rejects_an_output_folder_inside_the_data(refused, make_images, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in (tmp_path, tmp_path / "link"):
+        message = refused(train_data_dir=folder, num_shapes=None)
+        assert message.startswith(f"--output_dir {tmp_path}/refused is inside the data folder {folder}, and its files")
+
+
+def test_foreign_names_cannot_control_the_terminal(train, make_images, tmp_path, capfd):
+    for name in ("cat", "\x1b[31mdog\n", "e\u202eel"):
+        make_images(f"animals\x07/{name}", 3)
+    bad = tmp_path / "animals\x07" / "cat" / "\x1b[2J.png"
+    bad.write_bytes(b"no image")
+    options = {"script": train_class_conditional, "model_config_name_or_path": None, "num_shapes": None}
+    train(
+        tmp_path / "run", train_data_dir=bad.parents[1], train_batch_size=2, on_bad_image="skip",
+        max_train_steps=8, **options,
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    lines = printed.out.splitlines()
+    (data,) = [line for line in lines if line.startswith("data: ")]
+    assert data.startswith("data: the folder animals\\u0007, 10 images: ")
+    assert data.endswith("; 3 classes: \\u001b[31mdog\\u000a, cat, e\\u202eel")
+    assert any("skipped " in line and "\\u001b[2J.png" in line for line in lines)
+    assert {char for char in printed.out + printed.err if not char.isprintable()} <= {"\n", "\r"}
+
+
 def test_rejects_folders_with_other_contents(train, stopped_at, tmp_path):
     folder = stopped_at(2)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -31,7 +31,7 @@ SCRIPTS = {
     finetune_text_to_image: FineTuningConfig,
 }
 CONFIGS = {config_class.task: config_class for config_class in list(SCRIPTS.values())[:3]}
-REQUIRED = {FineTuningConfig: {"pretrained_model_name_or_path": "some/sd"}}
+REQUIRED = {FineTuningConfig: {"pretrained_model_name_or_path": "some/sd", "num_shapes": 20}}
 # Options that exclude others, and so are set in groups.
 ALTERNATIVES = [
     {"dataset_name": "user/data", "dataset_config_name": "part", "dataset_revision": "main"},
@@ -48,8 +48,8 @@ ALTERNATIVES = [
 
 def other_value(flag, field, option):
     """Return a valid value of an option that is not its default."""
-    if flag == "kappa":
-        return 0.8
+    if flag in ("kappa", "hub_model_id"):
+        return {"kappa": 0.8, "hub_model_id": "user/name"}[flag]
     if option.choices:
         return next(choice for choice in option.choices if choice != field.default)
     kinds = {kind for hint in (field.type, *typing.get_args(field.type)) for kind in (hint, typing.get_origin(hint))}
@@ -73,7 +73,7 @@ def words_of(values) -> list[str]:
 
 def option_groups(config_class):
     """Yield values by flag. Together they have a value for each option that is not its default."""
-    skipped = {flag for group in ALTERNATIVES for flag in group} - {"skip_scaling"} | {"preset", "hub_token"}
+    skipped = {flag for group in ALTERNATIVES for flag in group} - {"skip_scaling"} | {"preset"}
     options = list(options_of(config_class))
     yield {flag: other_value(flag, *rest) for flag, *rest in options if flag not in skipped} | {"skip_scaling": "cs"}
     flags = {flag for flag, _, _ in options}
@@ -98,7 +98,7 @@ def test_flags_and_stored_settings_give_the_same_config(config_class):
         assert make_config(config_class, **settings) == config
         assert parse_config(config_class, "", words_of(settings)) == config
         seen |= values.keys()
-    assert flags - seen == {"hub_token"}
+    assert flags == seen
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rsplit(".", 1)[-1])
@@ -181,6 +181,10 @@ def test_rejects_unknown_and_invalid_options():
         ({"latent_scale": 0.2}, "--latent_scale needs --pretrained_vae_model_name_or_path"),
         ({"hub_model_id": "user/name"}, "--hub_model_id needs --push_to_hub"),
         ({"hub_private_repo": True}, "--hub_private_repo needs --push_to_hub"),
+        ({"push_to_hub": True, "hub_model_id": "a/b/c"}, "hub_model_id must be a Hub repository, .* got 'a/b/c'"),
+        ({"push_to_hub": True, "output_dir": "a run"}, "hub_model_id must be a Hub repository, .* got 'a run'"),
+        ({"hub_token": "hf_secret"}, "TrainingConfig has no option 'hub_token'"),
+        ({"num_inference_steps": 1000}, "num_inference_steps must be an integer, at least 1 and at most 999, got 10"),
         ({"skip_scaling": "none", "skip_scaling_warmup_steps": 5}, "nothing to warm up with --skip_scaling none"),
         ({"skip_scaling_strength": 0, "skip_scaling_warmup_steps": 5}, "up with --skip_scaling_strength 0"),
         ({"kappa": 2}, "kappa must be a number, above 0 and at most 1 or 'auto', got 2"),
@@ -188,6 +192,28 @@ def test_rejects_unknown_and_invalid_options():
     for options, message in rows:
         with pytest.raises(UserError, match=message):
             make_config(TrainingConfig, **options)
+
+
+@pytest.mark.parametrize("words", [["--hub_token", "hf_secret"], ["--hub-token=hf_secret"], ["--hub-tokn=hf_secret"]])
+def test_refuses_tokens_without_printing_them(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(TrainingConfig, "", words)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "hf_secret" not in message
+    advice = "argument --hub_token: no token is accepted on the command line; run `hf auth login`, or set HF_TOKEN"
+    assert (advice if "tokn" not in words[0] else "unknown argument '--hub_tokn' (did") in message
+
+
+def test_fine_tuning_needs_data(capsys):
+    required = {"pretrained_model_name_or_path": "some/sd"}
+    for source in ("train_data_dir", "dataset_name", "precomputed_dir"):
+        make_config(FineTuningConfig, **required, **{source: "some/data"})
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(FineTuningConfig, "", words_of(required))
+    assert stopped.value.code == 2
+    message = "pass the images to train on: --train_data_dir, --dataset_name or --precomputed_dir (or --num_shapes, to"
+    assert message in capsys.readouterr().err
 
 
 SIZE = {"train_batch_size": 4, "total_batch_size": 8, "max_train_steps": 100}

@@ -366,6 +366,8 @@ def test_precomputing_rejects_invalid_settings(precompute, latents, encoders, ca
         precompute(latents, pretrained_vae_model_name_or_path=encoders / "vae1")
     with pytest.raises(UserError, match=r"it has no index.json; use the same settings, or another"):
         precompute(encoders)
+    with pytest.raises(UserError, match="/latents is inside the data folder"):
+        precompute(tmp_path / "latents", train_data_dir=tmp_path, num_shapes=None)
     with pytest.raises(UserError, match="AutoencoderKL"):
         precompute(tmp_path / "other", pretrained_vae_model_name_or_path=encoders / "clip0")
 

@@ -1,9 +1,13 @@
 """A run that is killed and resumed is bit-identical to an uninterrupted run."""
 
+import fcntl
 import json
+import os
+import pty
 import resource
 import shutil
 import signal
+import termios
 import time
 
 import psutil
@@ -17,6 +21,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
 from scalelong_diffusers.pipelines.sampling import grid
 from scalelong_diffusers.training import checkpoints, monitoring
+from scalelong_diffusers.training.monitoring import MetricsFile
 
 
 pytestmark = pytest.mark.slow
@@ -135,7 +140,9 @@ def test_removes_only_its_own_leftovers(train, stopped_at, refused):
     assert [(folder / name).exists() for name in names] == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 1), (signal.SIGTERM, 2)]
+)
 def test_signal_saves_and_explains_how_to_resume(launch, train, finished, weights_of, tmp_path, number, processes):
     folder = tmp_path / "stopped"
     # With a validation after each step, most signals arrive during one.
@@ -192,6 +199,45 @@ def test_signal_to_one_process_stops_all(launch, sampling, tmp_path):
     assert code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after step 4 of 400" in errors
     assert checkpoints_in(folder) == ["checkpoint-4"]
+
+
+def test_ignored_signals_stay_ignored(launch, tmp_path):
+    """`nohup` ignores SIGHUP."""
+
+    def ignore():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    folder = tmp_path / "run"
+    running = launch(folder, prepare=ignore)
+    running.wait_until(lambda: count_lines(folder) > 2)
+    running.process.send_signal(signal.SIGHUP)
+    assert running.wait()[0] == 0
+    assert "checkpoint-16" in checkpoints_in(folder)
+
+
+def test_dropped_connection_saves_although_the_terminal_is_gone(launch, tmp_path):
+    def open_terminal():
+        """Start a session with a terminal, which is closed in step 2."""
+        os.setsid()
+        controller, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        for stream in (1, 2):
+            os.dup2(terminal, stream)
+        os.close(terminal)
+        write = MetricsFile.write
+
+        def close_at_step_2(file, line):
+            write(file, line)
+            if line["step"] == 2:
+                os.close(controller)
+
+        MetricsFile.write = close_at_step_2
+
+    folder = tmp_path / "run"
+    changes = {"checkpointing_steps": 1000, "validation_steps": 1, "max_train_steps": 400}
+    code, _, _ = launch(folder, prepare=open_terminal, **changes).wait()
+    assert code == 128 + signal.SIGHUP
+    assert checkpoints_in(folder) in (["checkpoint-2"], ["checkpoint-3"])
 
 
 def test_second_interrupt_stops_without_saving(launch, sampling, tmp_path):

@@ -73,7 +73,6 @@ def test_settings_are_printed_and_saved(train, unconditional, tmp_path, capsys):
     assert (settings["train_batch_size"], settings["total_batch_size"]) == (2, 4)
     assert (settings["max_train_steps"], settings["resolution"], settings["mixed_precision"]) == (4, 8, "no")
     assert (settings["skip_scaling"], settings["kappa"]) == ("cs", 0.9)
-    assert "hub_token" not in settings
     other = json.loads((unconditional / "settings.json").read_text())
     assert {name for name in settings if settings[name] != other[name]} == {
         *("output_dir", "report_to", "sample_steps", "train_batch_size", "gradient_accumulation_steps")
@@ -152,10 +151,11 @@ def test_latents_follow_the_distribution_of_the_autoencoder(vae):
 
 @pytest.mark.slow
 def test_gray_images_make_a_gray_model(train, tmp_path):
+    (tmp_path / "images").mkdir()
     for k in range(12):
-        Image.new("L", (9, 8), 20 * k).save(tmp_path / f"{k}.png")
+        Image.new("L", (9, 8), 20 * k).save(tmp_path / "images" / f"{k}.png")
     options = {"model_config_name_or_path": None, "model_type": "unet", "num_shapes": None, "max_train_steps": 1}
-    folder = train(tmp_path / "run", train_data_dir=tmp_path, **options)
+    folder = train(tmp_path / "run", train_data_dir=tmp_path / "images", **options)
     pipe = ScaleLongUnconditionalPipeline.from_pretrained(folder)
     assert pipe.unet.config.in_channels == 1
     assert pipe(num_inference_steps=1).images[0].mode == "L"
@@ -228,32 +228,69 @@ def test_stock_pipeline_takes_the_model(unconditional, tmp_path):
 
 
 PUSH = """
+import os
 import sys
-from scalelong_diffusers.train import train_unconditional
-folder, other_folder, reader_token, *words = sys.argv[1:]
-train_unconditional.main(["--output_dir", folder, "--hub_model_id=tester/shapes", *words])
 from huggingface_hub import hf_hub_download
-print(open(hf_hub_download("tester/shapes", "README.md")).read())
+from scalelong_diffusers import load_pipeline
+from scalelong_diffusers.train import train_unconditional
+from scalelong_diffusers.training import run_script
+
+reader_token, *words = sys.argv[1:]
+
+
+def train(repository, token=os.environ["HF_TOKEN"]):
+    os.environ["HF_TOKEN"] = token
+    folder = repository.replace("/", "-")
+    flags = [f"--output_dir={folder}", f"--hub_model_id={repository}", *words]
+    try:
+        run_script(lambda: train_unconditional.main(flags))
+    except SystemExit as stopped:
+        print(f"{folder}: code {stopped.code}", file=sys.stderr)
+
+
+def print_card(repository):
+    print(f"card of {repository}", open(hf_hub_download(repository, "README.md")).read())
+
+
+train("tester/shapes")
+print_card("tester/shapes")
 print(hf_hub_download("tester/shapes", "samples.png"))
-words += ["--hub_model_id=other/name", f"--hub_token={reader_token}"]
-train_unconditional.main(["--output_dir", other_folder, *words])
+train("tester/no-space")
+os.rename("tester-shapes", "run")
+load_pipeline("run").push_to_hub("tester/again", card={"preset": "of mine"})
+print_card("tester/again")
+train("tester/shapes", reader_token)
+train("other/new", reader_token)
+train("tester/new", "")
 """
 
 
 @pytest.mark.slow
-def test_run_is_pushed_with_its_card_and_a_failed_push_keeps_the_model(hub, tiny_config, tmp_path):
-    words = ["--model_config_name_or_path", str(tiny_config), "--resolution=8", "--num_shapes=30", "--push_to_hub"]
+def test_run_is_pushed_and_a_push_that_fails_stops_it_early_or_keeps_the_model(hub, tiny_config, tmp_path):
+    words = ["--model_config_name_or_path", tiny_config, "--resolution=8", "--num_shapes=30", "--push_to_hub"]
     words += ["--max_train_steps=2", "--train_batch_size=4", "--num_samples=4", "--num_inference_steps=1"]
-    done = hub(PUSH, tmp_path / "run", tmp_path / "failed", hub.reader_token, *words)
+    done = hub(PUSH, hub.reader_token, *words)
     assert "pushed: " in done.stdout
-    assert "| data | the built-in shapes, 30 images |" in done.stdout
-    assert "validation loss (fixed noise, held-out images)" in done.stdout
-    assert "| steps | 2 |" in done.stdout
-    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: the push")]
-    assert "the model is saved in" in warning
-    assert "push_to_hub(" in warning
+    first, second = done.stdout.split("card of ")[1:]
+    for card in (first, second):
+        assert "| data | the built-in shapes, 30 images: 27 for training, 3 for validation |" in card
+        assert "| steps | 2 |" in card
+    assert "validation loss (fixed noise, held-out images)" in first
+    assert "| preset | of mine |" in second
+    refused = "the Hub refused the request for"
+    lines = done.stderr.splitlines()
+    for message, code in (
+        (f"the push to tester/no-space failed ({refused} tester/no-space with status 403", "tester-no-space: code 1"),
+        (f"{refused} tester/shapes with status 403; your token (`hf auth whoami`)", "tester-shapes: code 2"),
+        (f"{refused} other/new with status 403; your token (`hf auth whoami`)", "other-new: code 2"),
+        (f"{refused} tester/new with status 401; log in with `hf auth login`, or", "tester-new: code 2"),
+    ):
+        line = lines[lines.index(code) - 1]
+        assert message in line
+    assert "the model is saved in tester-no-space; to push it again, run push_to_hub(ScaleLongUncond" in done.stderr
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"home", "run", "tester-no-space"}
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     for token in (hub.owner_token, hub.reader_token):
         assert token not in done.stdout + done.stderr
-    for folder in ("run", "failed"):
-        ScaleLongUnconditionalPipeline.from_pretrained(tmp_path / folder)
-        assert "hub_token" not in (tmp_path / folder / "settings.json").read_text()
+        assert not any(token.encode() in content for content in written)
+    ScaleLongUnconditionalPipeline.from_pretrained(tmp_path / "tester-no-space")
