@@ -64,12 +64,13 @@ def _run_mup(arguments: argparse.Namespace, config: SkipScalingConfig | None) ->
         {"parameter": name, "role": s.role, "ratio": s.ratio, **{key: getattr(s, key) for key in _MUP_FACTORS}}
         for name, s in scales.items()
     ]
-    print(json.dumps(rows) if arguments.json else _mup_table(rows))
+    lines = [json.dumps(rows)] if arguments.json else _mup_table(rows)
+    print_lines(*lines)
     return 0
 
 
-def _mup_table(rows: list[dict[str, Any]]) -> str:
-    """Return a table in which the numbers of blocks are replaced by asterisks, so that equal blocks share a row."""
+def _mup_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table. Numbers of blocks are replaced by asterisks, so that equal blocks share a row."""
     lines = [["parameter", "role", *_MUP_FACTORS]]
     for row in rows:
         name = ".".join("*" if part.isdecimal() else part for part in row["parameter"].split("."))
@@ -77,7 +78,7 @@ def _mup_table(rows: list[dict[str, Any]]) -> str:
         if line not in lines:
             lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None, **changes) -> nn.Module:

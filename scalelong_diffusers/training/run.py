@@ -232,7 +232,7 @@ class TrainingRun:
             )
             optimizer = adamw(options, groups)
         elif any(mixes_mup_settings(module, optimizer) for module in modules.values()):
-            self.accelerator.print(
+            self.print(
                 "warning: the optimizer trains parameters with equal settings that muP trains with different ones, so "
                 "its learning rates are wrong: build it from mup_param_groups(model, ...)"
             )
