@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # From bottom to top. A name is a module or a folder of modules.
 LAYERS = [
-    {"options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"},
+    {"options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"}
+    | {"memory"},
     {"scaling"},
     {"models"},
     {"patching"},
@@ -29,7 +30,7 @@ FOLDERS = {
     "scalelong_diffusers.train": ROOT / "train",
 }
 # These modules look up names in the lazy top level when they are called, for example `push_to_hub` for its method.
-USE_TOP_LEVEL = {"models.mixin", "pipelines.loading", "training.models"}
+USE_TOP_LEVEL = {"models.mixin", "pipelines.loading"}
 # Optional or heavy packages, and modules that import them, which are imported only where they are used.
 IMPORTED_IN_FUNCTIONS = (
     "bitsandbytes",

@@ -4,14 +4,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import AutoencoderKL, ModelMixin
 
-import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
-from scalelong_diffusers.download import load_model, read_json
+from scalelong_diffusers.download import build_skeleton, load_model, read_json
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.memory import check_memory
+from scalelong_diffusers.models.mixin import scaled_class_by_name
 from scalelong_diffusers.models.skip_init import REFERENCE, start_layers
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
@@ -77,7 +77,7 @@ def build_model(
         _check_condition(options.model_config_name_or_path, model, num_class_embeds, has_text=text is not None)
     elif options.preset is not None:
         preset = get_preset(options.preset)
-        model = preset.model_class.from_config({**preset.config, **shape, **classes})
+        model = _build(preset.model_class, {**preset.config, **shape, **classes}, f"preset {preset.name}")
     else:
         model = _small_model(options.model_type, resolution, {**shape, **classes, **(text or {})})
     _check_fit(model, resolution, factor, channels, vae)
@@ -88,12 +88,19 @@ def build_model(
     return model
 
 
+def _build(model_class: type[ModelMixin], config: Mapping[str, Any], source: str) -> ModelMixin:
+    """Build the model of a config, if its weights fit into the memory. `source` names the config in errors."""
+    skeleton = build_skeleton(model_class, config, source)
+    check_memory(f"the weights of {source}", sum(weight.nbytes for weight in skeleton.parameters()))
+    return model_class.from_config(config)
+
+
 def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]) -> ModelMixin:
     if model_type == "unet" and "cross_attention_dim" in config:
         config.pop("context_length")  # it takes texts of any length
-        return ScaleLongUNet2DConditionModel(**_SMALL_TEXT_UNET, **config)
+        return _build(ScaleLongUNet2DConditionModel, {**_SMALL_TEXT_UNET, **config}, "the built-in U-Net")
     if model_type == "unet":
-        return ScaleLongUNet2DModel(**_SMALL_UNET, **config)
+        return _build(ScaleLongUNet2DModel, {**_SMALL_UNET, **config}, "the built-in U-Net")
     size = config["sample_size"]
     patch = _patch_size(size)
     if patch is None:
@@ -102,7 +109,7 @@ def _small_model(model_type: str | None, resolution: int, config: dict[str, Any]
             f"--resolution {resolution} is not divisible into patches for the small U-ViT; the nearest resolution "
             f"that is divisible: {nearest * (resolution // size)}"
         )
-    return UViTModel(patch_size=patch, **_SMALL_UVIT, **config)
+    return _build(UViTModel, {"patch_size": patch, **_SMALL_UVIT, **config}, "the built-in U-ViT")
 
 
 def _patch_size(size: int) -> int | None:
@@ -126,14 +133,13 @@ def _from_config(source: str) -> tuple[ModelMixin, dict[str, Any]]:
         raise UserError(
             f"{source} has no config.json of a model; accepted: a model's folder, its config.json or a Hub id"
         )
-    name = config["_class_name"]
-    libraries = [library for library in (scalelong_diffusers, diffusers) if hasattr(library, name)]
-    model_class = getattr(libraries[0], name) if libraries else None
-    if not (isinstance(model_class, type) and issubclass(model_class, ModelMixin)):
-        raise UserError(f"{source} is the config of {name}, which is not a model of diffusers or of this package")
-    applied_later = ("skip_scaling", "skip_init", "zero_init_residual")
-    model = model_class.from_config({key: value for key, value in config.items() if key not in applied_later})
-    return model, config
+    class_name = config["_class_name"]
+    model_class = scaled_class_by_name(class_name)
+    if model_class is None:
+        raise UserError(f"{source} is the config of {class_name}, which has no long skips that can be scaled")
+    applied_later = {"skip_scaling": "none", **_DEFAULT_START}
+    plain = {name: applied_later.get(name, value) for name, value in config.items()}
+    return _build(model_class, plain, source), config
 
 
 def _check_condition(source: str, model: ModelMixin, num_class_embeds: int | None, has_text: bool):
