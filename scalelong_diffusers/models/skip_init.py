@@ -6,15 +6,16 @@ U-ViT and in diffusers' U-Nets it receives the output of a layer on [h, k s], wh
 this module are the theory's sum and its relatives.
 """
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 from diffusers import ModelMixin
 from torch import nn
 
-from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import write_config_entry
 from scalelong_diffusers.models.mixin import SkipScalingMixin, skip_layout
+from scalelong_diffusers.options import Option, check_arguments
 
 
 REFERENCE = "reference"
@@ -23,7 +24,12 @@ SKIP_INITS = (REFERENCE, "zero", "sum", "balanced")
 Model = TypeVar("Model", bound=ModelMixin)
 
 
-def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = False) -> Model:
+@check_arguments
+def apply_skip_init(
+    model: Model,
+    skip_init: Annotated[str, Option(choices=SKIP_INITS)],
+    zero_init_residual: Annotated[bool, Option()] = False,
+) -> Model:
     """
     Initialize the layers that read the long skips of an untrained model, in place. Return the model.
 
@@ -41,19 +47,11 @@ def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = Fal
     unet = apply_skip_init(UNet2DModel(sample_size=32), "zero", zero_init_residual=True)
     ```
     """
-    check_skip_init(skip_init)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(f"the weights of this {type(model).__name__} are on the meta device: load them first")
     _check_untrained(model)
     start_layers(model, skip_init, zero_init_residual)
     return model
-
-
-def check_skip_init(skip_init: str):
-    if skip_init not in SKIP_INITS:
-        raise UserError(
-            f"skip_init must be one of {', '.join(SKIP_INITS)}, got {skip_init!r}{did_you_mean(skip_init, SKIP_INITS)}"
-        )
 
 
 @torch.no_grad()
