@@ -1,6 +1,7 @@
 """Tiny models of every class that can be scaled, and an independent implementation of the paper to test them with."""
 
 import os
+import resource
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -334,6 +335,22 @@ def scalelong(capsys):
         return code, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def full_disk():
+    """`with full_disk(size)`: writing beyond `size` bytes of a file fails, as on a full disk."""
+
+    @contextmanager
+    def limit(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
 
 
 @pytest.fixture
