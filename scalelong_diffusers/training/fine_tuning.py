@@ -13,6 +13,7 @@ from diffusers.utils import is_peft_available
 from torch import nn
 
 from scalelong_diffusers.data import Batch, DataConfig
+from scalelong_diffusers.data.config import MAX_RESOLUTION
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
@@ -48,7 +49,10 @@ class FineTuningDataConfig(DataConfig):
     """The data config of a fine-tuning run. By default, the resolution is the pipeline's own."""
 
     resolution: int | None = option(
-        None, "scale and crop images to this width and height in pixels (default: the pipeline's own)", at_least=1
+        None,
+        "scale and crop images to this width and height in pixels (default: the pipeline's own)",
+        at_least=1,
+        at_most=MAX_RESOLUTION,
     )
 
 

@@ -16,13 +16,13 @@ from scalelong_diffusers.options import ArgumentParser, add_options, options_of,
 CONFIGS = [
     ({"dataset_name": "a/b", "train_data_dir": "c"}, "dataset_name and train_data_dir are both given; choose one"),
     ({"train_data_dir": "c", "precomputed_dir": "d"}, "train_data_dir and precomputed_dir are both given; choose one"),
-    ({"resolution": 0}, "resolution must be an integer, at least 1, got 0"),
-    ({"resolution": 2.5}, "resolution must be an integer, at least 1, got 2.5"),
-    ({"crop_size": 0}, "crop_size must be an integer, at least 1, got 0"),
-    ({"validation_size": 0}, "validation_size must be an integer, at least 1, got 0"),
-    ({"max_train_samples": 0}, "max_train_samples must be an integer, at least 1, got 0"),
-    ({"num_shapes": 1}, "num_shapes must be an integer, at least 2, got 1"),
-    ({"dataloader_num_workers": -1}, "dataloader_num_workers must be an integer, at least 0, got -1"),
+    ({"resolution": 0}, "resolution must be an integer, at least 1 and at most 4,096, got 0"),
+    ({"resolution": 2.5}, "resolution must be an integer, at least 1 and at most 4,096, got 2.5"),
+    ({"crop_size": 0}, "crop_size must be an integer, at least 1 and at most 10,000, got 0"),
+    ({"validation_size": 0}, "validation_size must be an integer, at least 1 and at most 1,000,000, got 0"),
+    ({"max_train_samples": 0}, "max_train_samples must be an integer, at least 1 and "),
+    ({"num_shapes": 1}, "num_shapes must be an integer, at least 2 and at most 10,000,000, got 1"),
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers must be an integer, at least 0 and at most 512, got -1"),
     (
         {"image_interpolation_mode": "lanczoz"},
         "image_interpolation_mode must be one of lanczos, bicubic, bilinear, hamming, box, got 'lanczoz' (did "
@@ -356,7 +356,7 @@ class TestFlags:
 
     def test_invalid_values_name_the_flag(self, parse, capsys):
         for words, message in (
-            (["--num_shapes", "1"], "--num_shapes must be an integer, at least 2, got 1"),
+            (["--num_shapes", "1"], "--num_shapes must be an integer, at least 2 and at most 10,000,000, got 1"),
             (["--center_corp"], "'--center_corp' (did you mean '--center_crop'?)"),
         ):
             with pytest.raises(SystemExit) as stopped:
