@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin, UNet2DModel
@@ -9,11 +10,15 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import HubMixin
+from scalelong_diffusers.options import Option, check_arguments
 from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
     Denoiser,
+    bytes_per_pixel,
     check_channels,
+    check_schedule,
     check_scheduler,
     check_size,
     required_conditions,
@@ -25,6 +30,17 @@ from scalelong_diffusers.pipelines.compatibility import (
 )
 from scalelong_diffusers.pipelines.loading import load_complete_pipeline
 
+
+# Bounds that commands and scripts share.
+LATENT_SCALE = {"at_least": 0.0001, "at_most": 10_000}
+MAX_STEPS, MAX_SIDE = 10_000, 65_536
+
+# Arguments that all `__call__` methods share.
+Count = Annotated[int, Option(at_least=1, at_most=1_000_000)]
+Steps = Annotated[int, Option(at_least=1, at_most=MAX_STEPS)]
+Floats = Annotated[list[float] | None, Option(at_least=0, at_most=1_000_000)]
+Eta = Annotated[float, Option(at_least=0, at_most=1)]
+Side = Annotated[int | None, Option(at_least=1, at_most=MAX_SIDE)]
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 # Our pipelines by the conditions of their models.
@@ -54,7 +70,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
     Arguments that all `__call__` methods share:
         num_inference_steps: number of steps of the scheduler.
-        timesteps, sigmas: custom timesteps or sigmas, for schedulers that support them.
+        timesteps, sigmas: custom timesteps or sigmas in descending order, for schedulers that support them.
         eta: amount of noise that DDIM and related schedulers add, from 0 (none) to 1 (as much as DDPM).
         generator: one generator, or a list with one per image, which makes an image independent of its batch.
         latents: initial noise of variance 1; drawn from `generator` by default.
@@ -73,8 +89,14 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
     _condition_argument: str | None = None
     _condition_name: str | None = None
 
+    @check_arguments
     def _set_up(
-        self, unet: Denoiser, scheduler: SchedulerMixin, vae: Autoencoder | None, latent_scale: float | None, **others
+        self,
+        unet: Denoiser,
+        scheduler: SchedulerMixin,
+        vae: Autoencoder | None,
+        latent_scale: Annotated[float | None, Option(**LATENT_SCALE)],
+        **others,
     ):
         model = unwrap_model(unet)
         conditions = required_conditions(model)
@@ -175,11 +197,12 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         return torch.cat([mean, variance], dim=1) if uses_predicted_variance(self.scheduler) else mean
 
     def _timesteps(
-        self, num_inference_steps: int, timesteps: list[int] | None, sigmas: list[float] | None
+        self, num_inference_steps: int, timesteps: list[float] | None, sigmas: list[float] | None
     ) -> torch.Tensor:
         """Set the scheduler's timesteps. They stay on the CPU: schedulers read their values in each step."""
         given = {name: v for name, v in {"timesteps": timesteps, "sigmas": sigmas}.items() if v is not None}
         if given:
+            check_schedule(self.scheduler, given)
             self.scheduler.set_timesteps(**given, device="cpu")
         else:
             set_timesteps(self.scheduler, num_inference_steps)
@@ -197,6 +220,9 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         if latents is not None and latents.ndim == 4:
             height, width = height or latents.shape[2] * factor, width or latents.shape[3] * factor
         height, width = self.image_size(height, width)
+        if self._execution_device.type == "cpu":  # on other devices torch raises an error
+            size = batch_size * height * width * bytes_per_pixel(model, factor)
+            check_memory(f"{batch_size} images of {height} x {width} pixels", size)
         shape = (batch_size, model.config.in_channels, height // factor, width // factor)
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=model.dtype)
@@ -204,15 +230,16 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             raise UserError(f"latents must have shape {shape}, got {tuple(latents.shape)}")
         return latents.to(self._execution_device, model.dtype) * self.scheduler.init_noise_sigma
 
-    def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
+    @check_arguments
+    def image_size(self, height: Side = None, width: Side = None) -> tuple[int, int]:
         """Return the height and width of the images. None means the size that the model was trained for."""
         model, factor = unwrap_model(self.unet), vae_factor(self.vae)
         if height is None or width is None:
             size = model.config.sample_size
             if size is None:
                 raise UserError(f"pass height and width: this {type(model).__name__} has no sample_size")
-            default_height, default_width = (size, size) if isinstance(size, int) else size
-            height, width = height or default_height * factor, width or default_width * factor
+            default_height, default_width = size if isinstance(size, tuple | list) else (size, size)
+            return self.image_size(height or default_height * factor, width or default_width * factor)
         check_size("height", height, size_multiple(model) * factor)
         check_size("width", width, size_multiple(model) * factor)
         return height, width
@@ -231,13 +258,13 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def set_guidance(self, guidance_scale: float, guidance_rescale: float = 0.0):
+    @check_arguments
+    def set_guidance(
+        self,
+        guidance_scale: Annotated[float, Option(at_least=0, at_most=1000)],
+        guidance_rescale: Annotated[float, Option(at_least=0, at_most=1)] = 0.0,
+    ):
         """Set the guidance as in diffusers: it is on if the scale is above 1."""
-        if not (guidance_scale >= 0 and 0 <= guidance_rescale <= 1):
-            raise UserError(
-                "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale in [0, 1], got "
-                f"{guidance_scale} and {guidance_rescale}"
-            )
         self._guidance_scale, self._guidance_rescale = guidance_scale, guidance_rescale
 
 

@@ -6,7 +6,8 @@ import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 
 from scalelong_diffusers.errors import UserError, did_you_mean
-from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
+from scalelong_diffusers.options import check_arguments
+from scalelong_diffusers.pipelines.base import Callback, Count, Eta, Floats, Generators, SamplingPipeline, Side, Steps
 from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, unwrap_model
 
 
@@ -87,20 +88,21 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         )
 
     @torch.no_grad()
+    @check_arguments
     def __call__(
         self,
         class_labels: int | str | Iterable[int | str] | torch.Tensor,
-        num_inference_steps: int = 50,
-        timesteps: list[int] | None = None,
-        sigmas: list[float] | None = None,
+        num_inference_steps: Steps = 50,
+        timesteps: Floats = None,
+        sigmas: Floats = None,
         guidance_scale: float = 1.0,
         guidance_rescale: float = 0.0,
-        num_images_per_prompt: int = 1,
-        eta: float = 0.0,
+        num_images_per_prompt: Count = 1,
+        eta: Eta = 0.0,
         generator: Generators = None,
         latents: torch.Tensor | None = None,
-        height: int | None = None,
-        width: int | None = None,
+        height: Side = None,
+        width: Side = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,

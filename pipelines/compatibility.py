@@ -1,6 +1,9 @@
 """Check which models, autoencoders and schedulers fit together in a pipeline."""
 
 import inspect
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from diffusers import (
     AsymmetricAutoencoderKL,
@@ -83,6 +86,13 @@ def vae_factor(vae: Autoencoder | None) -> int:
     return 1 if vae is None else 2 ** (len(vae.config.block_out_channels) - 1)
 
 
+def bytes_per_pixel(model: nn.Module, factor: int) -> float:
+    """Return the bytes that sampling takes for each pixel, at least: for the image or the first hidden state."""
+    is_uvit = isinstance(model, UViTModel)
+    width = model.config.hidden_size / model.config.patch_size**2 if is_uvit else model.config.block_out_channels[0]
+    return max(width / factor**2, 3) * model.dtype.itemsize
+
+
 def check_size(name: str, value: int, multiple: int = 1):
     """Check that a count or size is a positive multiple of `multiple`."""
     if value < 1 or value % multiple:
@@ -106,6 +116,18 @@ def set_timesteps(scheduler: SchedulerMixin, num_inference_steps: int):
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is not None and scheduler.order == 1 and not sigmas[:-1].diff().all():
         raise UserError(f"num_inference_steps must be at most {limit - 1} for this {name}, got {num_inference_steps}")
+
+
+def check_schedule(scheduler: SchedulerMixin, given: Mapping[str, Sequence[float]]):
+    """Check that custom timesteps or sigmas descend, and that the model knows the timesteps."""
+    for name, values in given.items():
+        if not values or any(later >= earlier for earlier, later in pairwise(values)):
+            raise UserError(f"{name} must be numbers in descending order, got {values!r:.200}")
+    limit = scheduler.config.get("num_train_timesteps", math.inf)
+    if given.get("timesteps", [0])[0] >= limit:
+        raise UserError(
+            f"timesteps must be below {limit}, the scheduler's num_train_timesteps, got {given['timesteps']!r:.200}"
+        )
 
 
 def check_channels(model: nn.Module, vae: Autoencoder | None):

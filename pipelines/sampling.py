@@ -21,9 +21,10 @@ from scalelong_diffusers.files import atomic_write, write_json
 from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.locks import locked
 from scalelong_diffusers.options import check_options, option
-from scalelong_diffusers.pipelines.base import SamplingPipeline
+from scalelong_diffusers.pipelines.base import MAX_SIDE, MAX_STEPS, SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import set_timesteps
+from scalelong_diffusers.pipelines.loading import INDEX
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for
@@ -43,6 +44,7 @@ SCHEDULERS = {
     "unipc": ("UniPCMultistepScheduler", {}),
 }
 GRID_IMAGES = 64
+MAX_IMAGES = 10_000_000
 # Files next to the images: their settings and a grid of them.
 SAMPLE_SETTINGS, SAMPLE_GRID = "sample.json", "grid.png"
 WEIGHTS_SUFFIXES = (".safetensors", ".bin")
@@ -61,16 +63,17 @@ class SampleConfig:
         None, "names or numbers of classes, used in turn (default: all classes)", metavar="NAME"
     )
     scheduler: str | None = option(None, "scheduler (default: the model's own)", choices=SCHEDULERS)
-    num_inference_steps: int = option(50, "number of denoising steps", at_least=1, metavar="N")
+    num_inference_steps: int = option(50, "number of denoising steps", at_least=1, at_most=MAX_STEPS, metavar="N")
     guidance_scale: float | None = option(
         None,
         "classifier-free guidance as in diffusers; 1 turns it off (default: the pipeline's)",
         at_least=0,
+        at_most=1000,
         metavar="W",
     )
-    seed: int = option(0, "random seed", metavar="N")
-    height: int | None = option(None, "height of the images", at_least=1, metavar="PIXELS")
-    width: int | None = option(None, "width of the images", at_least=1, metavar="PIXELS")
+    seed: int = option(0, "random seed", at_least=0, at_most=2**63 - 1, metavar="N")
+    height: int | None = option(None, "height of the images", at_least=1, at_most=MAX_SIDE, metavar="PIXELS")
+    width: int | None = option(None, "width of the images", at_least=1, at_most=MAX_SIDE, metavar="PIXELS")
     dtype: str = option("float32", "dtype of the weights", choices=("float32", "bfloat16", "float16"))
 
     def __post_init__(self):
@@ -117,7 +120,7 @@ class Sampling:
             run_on_main_process(lambda: _check_folder(self.folder, self._settings))  # again: now nobody can change it
             missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
             # No process changes the folder before all have listed the missing images.
-            run_on_main_process(self._write_settings)
+            run_on_main_process(lambda: write_json(self.folder / SAMPLE_SETTINGS, self._settings))
             run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
             if team.is_main_process:
                 columns = len(self._values) if 1 < len(self._values) <= 16 else None
@@ -125,12 +128,6 @@ class Sampling:
                 first = [read_image(file, str(file)) for file in files]
                 save_image(grid(first, columns), self.folder / SAMPLE_GRID)
         return len(missing)
-
-    def _write_settings(self):
-        try:
-            write_json(self.folder / SAMPLE_SETTINGS, self._settings)
-        except OSError as error:
-            raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
 
     def _make_share(self, share: list[int]):
         """Make the missing images of this process."""
@@ -234,7 +231,9 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
 
 
 def _check_folder(folder: Path, settings: dict[str, Any]):
-    """Reject a folder whose images were made with other settings or by another program."""
+    """Reject a folder of a model, or with images that were made with other settings or by another program."""
+    if (folder / INDEX).exists() or any(folder.glob("*config.json")):
+        raise UserError(f"{folder} holds a pipeline or a model: pass another --output_dir")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     before = read_sample_settings(folder)
     problem = None

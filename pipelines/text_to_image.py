@@ -8,7 +8,8 @@ from diffusers import ImagePipelineOutput, SchedulerMixin
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
+from scalelong_diffusers.options import check_arguments
+from scalelong_diffusers.pipelines.base import Callback, Count, Eta, Floats, Generators, SamplingPipeline, Side, Steps
 from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, unwrap_model
 from scalelong_diffusers.pipelines.text_encoding import (
     check_text_width,
@@ -57,19 +58,20 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
             check_text_width(text_encoder, unwrap_model(unet))
 
     @torch.no_grad()
+    @check_arguments
     def __call__(
         self,
         prompt: str | list[str] | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        num_inference_steps: int = 50,
-        timesteps: list[int] | None = None,
-        sigmas: list[float] | None = None,
+        height: Side = None,
+        width: Side = None,
+        num_inference_steps: Steps = 50,
+        timesteps: Floats = None,
+        sigmas: Floats = None,
         guidance_scale: float = 7.5,
         guidance_rescale: float = 0.0,
         negative_prompt: str | list[str] | None = None,
-        num_images_per_prompt: int = 1,
-        eta: float = 0.0,
+        num_images_per_prompt: Count = 1,
+        eta: Eta = 0.0,
         generator: Generators = None,
         latents: torch.Tensor | None = None,
         prompt_embeds: torch.Tensor | None = None,

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin
 
-from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPipeline
+from scalelong_diffusers.options import check_arguments
+from scalelong_diffusers.pipelines.base import Callback, Count, Eta, Floats, Generators, SamplingPipeline, Side, Steps
 from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser
 
 
@@ -30,17 +31,18 @@ class ScaleLongUnconditionalPipeline(SamplingPipeline):
         self._set_up(unet, scheduler, vae, latent_scale)
 
     @torch.no_grad()
+    @check_arguments
     def __call__(
         self,
-        batch_size: int = 1,
-        num_inference_steps: int = 50,
-        timesteps: list[int] | None = None,
-        sigmas: list[float] | None = None,
-        eta: float = 0.0,
+        batch_size: Count = 1,
+        num_inference_steps: Steps = 50,
+        timesteps: Floats = None,
+        sigmas: Floats = None,
+        eta: Eta = 0.0,
         generator: Generators = None,
         latents: torch.Tensor | None = None,
-        height: int | None = None,
-        width: int | None = None,
+        height: Side = None,
+        width: Side = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,

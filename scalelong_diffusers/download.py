@@ -2,7 +2,7 @@
 
 import os
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import nn
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.internals import code_questions_refused
+from scalelong_diffusers.memory import limited_layers
 
 
 # The keywords of `from_pretrained` that choose what is read from the Hub.
@@ -116,13 +117,13 @@ def load_pretrained(load: Callable, source: str | os.PathLike, *, subfolder: str
     """
     Call `load`, the `from_pretrained` of a class of diffusers or transformers, on files that may be malicious.
 
-    Code in the source is never run. Damaged files raise a `UserError`.
+    Code in the source is never run. Damaged files and absurdly deep models raise a `UserError`.
     """
     if os.path.isdir(source):
         check_json_files(Path(source, subfolder))
     if subfolder:
         options["subfolder"] = subfolder
-    with damaged_file_errors(source), quiet_transformers(), code_questions_refused():
+    with damaged_file_errors(source), limited_layers(source), quiet_transformers(), code_questions_refused():
         return load(source, **options)
 
 
@@ -139,6 +140,12 @@ def load_model(model_class: type, source: str | os.PathLike, what: str, **option
             f"{missing[0]}: save or copy it again"
         )
     return model
+
+
+def build_skeleton(model_class: type[nn.Module], config: Mapping[str, Any], source: str, **changes) -> nn.Module:
+    """Build the model of a config on the meta device, where it takes no memory. Errors name `source`."""
+    with damaged_file_errors(source), limited_layers(source), torch.device("meta"):
+        return model_class.from_config(config, **changes)
 
 
 def check_json_files(folder: Path):

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from scalelong_diffusers.errors import UserError
+
+
+class UnwritableFile(UserError, OSError):
+    """A file cannot be written, for example because the disk is full. The message names it."""
 
 
 def atomic_write(file: Path, write: Callable[[Path], None], durable: bool = True):
     """
     Write a file so that a reader sees either the old or the new content, even if the process is killed.
+
+    Raises [`UnwritableFile`] if that fails.
 
     Args:
         write: function that writes the content to the temporary path that it receives.
@@ -24,17 +31,20 @@ def atomic_write(file: Path, write: Callable[[Path], None], durable: bool = True
     """
     # The name cannot be guessed, and an existing link with it is not followed.
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
-    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666))
     try:
-        write(partial)
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666))
+        try:
+            write(partial)
+            if durable:
+                sync(partial)
+            os.replace(partial, file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         if durable:
-            sync(partial)
-        os.replace(partial, file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    if durable:
-        sync(file.parent)
+            sync(file.parent)
+    except (OSError, SafetensorError) as error:
+        raise UnwritableFile(f"{file} cannot be written: {' '.join(str(error).split())}") from error
 
 
 def write_json(file: Path, content: object):

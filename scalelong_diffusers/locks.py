@@ -51,12 +51,9 @@ class FolderLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._key, self._descriptor = key, self._open()
+            self._write_holder()
         except OSError as error:
             raise UserError(f"cannot lock {self.folder}: {error}") from error
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}
-        os.ftruncate(self._descriptor, 0)
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        os.write(self._descriptor, json.dumps(holder).encode())
         self._ended = threading.Event()
         threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
         _held[key] = self
@@ -92,6 +89,17 @@ class FolderLock:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
+
+    def _write_holder(self):
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.write(self._descriptor, json.dumps(holder).encode())
+        except OSError:
+            self.file.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            raise
 
     def _renew(self):
         ended = self._ended

@@ -19,15 +19,16 @@ config = build_config(NoiseConfig, vars(parser.parse_args(["--snr_gamma", "5"]))
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 
@@ -36,13 +37,14 @@ from scalelong_diffusers.terminal import print_lines
 
 
 Config = TypeVar("Config")
+Function = TypeVar("Function", bound=Callable)
 OnResume = Literal["same", "free", "fixed"]
 
 
 @dataclass(frozen=True)
 class Option:
     """
-    Metadata of a config field, in addition to its name, type and default.
+    Metadata of a config field or a function's argument, in addition to its name, type and default.
 
     Args:
         help: the text in `--help`.
@@ -54,7 +56,7 @@ class Option:
             `"free"`: the value may change; `"fixed"`: the value can never change, because the weights depend on it.
     """
 
-    help: str
+    help: str = ""
     flag: str = ""
     at_least: float | None = None
     above: float | None = None
@@ -67,11 +69,9 @@ class Option:
     @property
     def bounds(self) -> str:
         """The accepted numbers in words."""
-        low = f"at least {self.at_least:,}" if self.at_least is not None else ""
-        low = f"above {self.above:,}" if self.above is not None else low
-        high = f"at most {self.at_most:,}" if self.at_most is not None else ""
-        high = f"below {self.below:,}" if self.below is not None else high
-        return " and ".join(filter(None, (low, high))) or "finite"
+        names = ("at_least", "above", "at_most", "below")
+        given = {name.replace("_", " "): getattr(self, name) for name in names if getattr(self, name) is not None}
+        return " and ".join(f"{name} {number:,}" for name, number in given.items()) or "finite"
 
     def allows(self, number: float) -> bool:
         return (
@@ -114,33 +114,58 @@ def check_options(config: Any):
         _check_value(details.flag or field.name, getattr(config, field.name), hints[field.name], details)
 
 
+def check_arguments(function: Function) -> Function:
+    """
+    Decorate a function so that it raises a `UserError` for wrong values of arguments with an [`Option`].
+
+    ```python
+    @check_arguments
+    def scale(image: torch.Tensor, factor: Annotated[float, Option(above=0, at_most=1)] = 1): ...
+    ```
+    """
+    signature = inspect.signature(function)
+    hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    checked = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        given = signature.bind_partial(*args, **kwargs).arguments
+        for name, (hint, details) in checked.items():
+            if name in given:
+                _check_value(name, given[name], hint, details)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _check_value(name: str, value: Any, hint: Any, details: Option):
-    kinds = _kinds(hint)
-    if value is None and type(None) in kinds:
+    if value is None and type(None) in _kinds(hint):
         return
     if details.choices is not None:
         if value not in details.choices:
             accepted = ", ".join(details.choices)
             raise UserError(f"{name} must be one of {accepted}, got {value!r}{did_you_mean(value, details.choices)}")
-        return
-    if isinstance(value, str) and _literals(hint):
-        if value not in _literals(hint):
-            raise UserError(f"{name} must be {_expected(hint, details)}, got {value!r}")
-        return
-    is_bool = isinstance(value, bool)
-    if bool in kinds:
-        is_right = is_bool
-    elif float in kinds:
-        is_right = isinstance(value, numbers.Real) and not is_bool and details.allows(value)
-    elif int in kinds:
-        is_right = isinstance(value, numbers.Integral) and not is_bool and details.allows(value)
-    elif tuple in kinds:
-        is_right = isinstance(value, (tuple, list)) and all(isinstance(entry, str) for entry in value)
-    else:
-        # An empty text is usually an unset variable of a shell script, and as a path it would be the current folder.
-        is_right = value != "" and isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type)))
-    if not is_right:
+    # An empty text is usually an unset variable of a shell script, and as a path it would be the current folder.
+    elif (isinstance(value, str) and not value) or not _accepts(value, hint, details):
         raise UserError(f"{name} must be {_expected(hint, details)}, got {value!r}")
+
+
+def _accepts(value: Any, hint: Any, details: Option) -> bool:
+    """Return whether a value has the type of a hint, and its numbers are in bounds."""
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_accepts(value, part, details) for part in parts)
+    if kind is Literal:
+        return isinstance(value, str) and value in parts
+    if kind in (tuple, list):
+        if not isinstance(value, tuple | list):
+            return False
+        parts = parts if kind is tuple and ... not in parts else parts[:1] * len(value)
+        return len(value) == len(parts) and all(_accepts(entry, part, details) for entry, part in zip(value, parts))
+    if kind in (float, int):
+        number = numbers.Real if kind is float else numbers.Integral
+        return isinstance(value, number) and not isinstance(value, bool) and details.allows(value)
+    return isinstance(value, kind)
 
 
 def _expected(hint: Any, details: Option) -> str:
@@ -148,10 +173,11 @@ def _expected(hint: Any, details: Option) -> str:
     literals = "".join(f" or {literal!r}" for literal in _literals(hint))
     if bool in kinds:
         return "True or False"
-    if float in kinds:
-        return f"a number, {details.bounds}{literals}"
-    if int in kinds:
-        return f"an integer, {details.bounds}{literals}"
+    if kinds & {float, int}:
+        number = "a number" if float in kinds else "an integer"
+        return f"{number}, {details.bounds}{' or a pair of them' if tuple in kinds else ''}{literals}"
+    if list in kinds:
+        return f"a list of numbers, {details.bounds}"
     return "a list of strings" if tuple in kinds else "a string that is not empty"
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from diffusers import DiffusionPipeline
 from torch import nn
@@ -20,7 +20,8 @@ from scalelong_diffusers.models.mixin import (
     skip_layout,
     unscale,
 )
-from scalelong_diffusers.models.skip_init import check_skip_init, check_untrained, start_layers
+from scalelong_diffusers.models.skip_init import SKIP_INITS, check_untrained, start_layers
+from scalelong_diffusers.options import Option, check_arguments
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -59,7 +60,12 @@ def apply_skip_scaling(
     return model_or_pipeline
 
 
-def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = False) -> Model:
+@check_arguments
+def apply_skip_init(
+    model: Model,
+    skip_init: Annotated[str, Option(choices=SKIP_INITS)],
+    zero_init_residual: Annotated[bool, Option()] = False,
+) -> Model:
     """
     Initialize the layers that read the long skips of an untrained model, in place. Return the model.
 
@@ -77,7 +83,6 @@ def apply_skip_init(model: Model, skip_init: str, zero_init_residual: bool = Fal
     unet = apply_skip_init(UNet2DModel(sample_size=32), "zero", zero_init_residual=True)
     ```
     """
-    check_skip_init(skip_init)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(f"the weights of this {type(model).__name__} are on the meta device: load them first")
     check_untrained(model)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import resource
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -345,6 +346,22 @@ def benchmark(project_root, monkeypatch):
     yield importlib.import_module
     for file in folder.glob("*.py"):
         sys.modules.pop(file.stem, None)
+
+
+@pytest.fixture
+def full_disk():
+    """`with full_disk(size)`: writing beyond `size` bytes of a file fails, as on a full disk."""
+
+    @contextmanager
+    def limit(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
 
 
 @pytest.fixture

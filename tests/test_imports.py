@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {
         *("options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"),
-        "terminal",
+        *("terminal", "memory"),
     },
     {"scaling"},
     {"models"},
@@ -32,7 +32,7 @@ FOLDERS = {
     "scalelong_diffusers.train": ROOT / "train",
 }
 # These modules look up names in the lazy top level when they are called, for example `push_to_hub` for its method.
-USE_TOP_LEVEL = {"models.mixin", "pipelines.loading", "training.models"}
+USE_TOP_LEVEL = {"models.mixin", "pipelines.loading"}
 # Optional or heavy packages, and modules that import them, which are imported only where they are used.
 IMPORTED_IN_FUNCTIONS = (
     "bitsandbytes",

@@ -43,6 +43,13 @@ def test_later_lock_of_the_same_process_replaces_the_earlier_one(lock):
     assert not lock.file.exists()
 
 
+def test_names_the_folder_on_a_full_disk(lock, full_disk):
+    with full_disk(0), pytest.raises(UserError, match=rf"cannot lock {lock.folder}: .*File too large"):
+        lock.acquire()
+    assert list(lock.folder.iterdir()) == []
+    lock.acquire()
+
+
 @pytest.mark.slow
 def test_second_process_is_told_who_holds_the_folder(lock, lock_holder):
     with lock_holder(lock.folder) as process:

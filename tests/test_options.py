@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.options import (
     ArgumentParser,
+    Option,
     add_options,
     as_flags,
     build_config,
+    check_arguments,
     check_options,
     flat_options,
     option,
@@ -133,3 +136,35 @@ def test_converts_numpy_numbers_and_paths():
 def test_rejects_another_type_for_a_nested_config():
     with pytest.raises(UserError, match=r"inner must be a Inner, got \{'rate': 1\}"):
         Outer(inner={"rate": 1})
+
+
+@check_arguments
+def draw(
+    size: Annotated[int | tuple[int, int], Option(at_least=1, at_most=1_000_000)],
+    rate: Annotated[float | Literal["auto"] | None, Option(above=0, at_most=1)] = None,
+    times: Annotated[list[float] | None, Option(at_least=0)] = None,
+    flip: Annotated[bool, Option()] = False,
+    anything=None,
+):
+    return size, rate
+
+
+def test_checks_arguments_of_functions():
+    assert draw(3, anything="x") == (3, None)
+    assert draw((3, 4), rate="auto", times=[1, 0.5], flip=True) == ((3, 4), "auto")
+    size = "size must be an integer, at least 1 and at most 1,000,000 or a pair of them, got "
+    for arguments, message in (
+        ({"size": 0}, f"{size}0"),
+        ({"size": (3, 0)}, f"{size}(3, 0)"),
+        ({"size": (3,)}, f"{size}(3,)"),
+        ({"size": "3"}, f"{size}'3'"),
+        ({"size": 3, "rate": "aut"}, "rate must be a number, above 0 and at most 1 or 'auto', got 'aut'"),
+        ({"size": 3, "times": [1, -1]}, "times must be a list of numbers, at least 0, got [1, -1]"),
+        ({"size": 3, "times": 1}, "times must be a list of numbers, at least 0, got 1"),
+        ({"size": 3, "flip": "no"}, "flip must be True or False, got 'no'"),
+    ):
+        with pytest.raises(UserError) as error:
+            draw(**arguments)
+        assert str(error.value) == message
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sise'"):
+        draw(sise=3)

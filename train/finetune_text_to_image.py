@@ -46,18 +46,27 @@ class FineTuningConfig(RunConfig):
 
     pretrained_model_name_or_path: str = option(MISSING, "folder or Hub id of the pipeline", metavar="PATH")
     lora_rank: int | None = option(
-        None, "train a LoRA of this rank and the gates instead of the whole U-Net", at_least=1, on_resume="fixed"
+        None,
+        "train a LoRA of this rank and the gates instead of the whole U-Net",
+        at_least=1,
+        at_most=8192,
+        on_resume="fixed",
     )
     lora_alpha: float | None = option(
-        None, "the LoRA is scaled by lora_alpha / lora_rank (default: the rank, a scale of 1)", above=0
+        None,
+        "the LoRA is scaled by lora_alpha / lora_rank (default: the rank, a scale of 1)",
+        at_least=0.001,
+        at_most=1_000_000,
     )
-    noise_offset: float = option(0.0, "strength of noise that is constant over each channel; 0.1 is usual", at_least=0)
+    noise_offset: float = option(
+        0.0, "strength of noise that is constant over each channel; 0.1 is usual", at_least=0, at_most=10
+    )
     proportion_empty_prompts: float = option(0.0, "probability of dropping a caption", at_least=0, below=1)
     use_8bit_adam: bool = option(False, "use the 8-bit AdamW of bitsandbytes")
     validation_prompts: tuple[str, ...] | None = option(
         None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"
     )
-    guidance_scale: float = option(7.5, "guidance of sample grids; 1 turns it off", at_least=0)
+    guidance_scale: float = option(7.5, "guidance of sample grids; 1 turns it off", at_least=0, at_most=1000)
 
     def __post_init__(self):
         super().__post_init__()

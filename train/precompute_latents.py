@@ -45,8 +45,8 @@ class PrecomputeConfig:
         metavar="PATH",
     )
     with_labels: bool = option(False, "store the classes")
-    batch_size: int = option(16, "images per process and encoder call", at_least=1)
-    rows_per_shard: int = option(1024, "images per file", at_least=1)
+    batch_size: int = option(16, "images per process and encoder call", at_least=1, at_most=1_000_000)
+    rows_per_shard: int = option(1024, "images per file", at_least=1, at_most=1_000_000)
     dtype: str = option("fp32", "dtype of the stored latents; fp16 halves the size but rounds", choices=DTYPES)
     data: PrecomputeDataConfig = field(default_factory=PrecomputeDataConfig)
 

@@ -31,7 +31,7 @@ class ClassConditionalConfig(TrainingConfig):
         at_least=0,
         below=1,
     )
-    guidance_scale: float = option(2.0, "guidance of sample grids; 1 turns it off", at_least=0)
+    guidance_scale: float = option(2.0, "guidance of sample grids; 1 turns it off", at_least=0, at_most=1000)
 
 
 def train(config: ClassConditionalConfig):

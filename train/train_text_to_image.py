@@ -42,7 +42,7 @@ class TextToImageConfig(TrainingConfig):
     validation_prompts: tuple[str, ...] | None = option(
         None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"
     )
-    guidance_scale: float = option(4.0, "guidance of sample grids; 1 turns it off", at_least=0)
+    guidance_scale: float = option(4.0, "guidance of sample grids; 1 turns it off", at_least=0, at_most=1000)
 
 
 def train(config: TextToImageConfig):

@@ -42,7 +42,13 @@ from scalelong_diffusers.evaluation.metrics import INCEPTION, FeatureStatistics,
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
 from scalelong_diffusers.options import add_options, build_config, check_options, option, options_of
 from scalelong_diffusers.pipelines.loading import load_pipeline
-from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampling, choose_device, read_sample_settings
+from scalelong_diffusers.pipelines.sampling import (
+    MAX_IMAGES,
+    SampleConfig,
+    Sampling,
+    choose_device,
+    read_sample_settings,
+)
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes
 from scalelong_diffusers.terminal import print_lines
@@ -66,15 +72,22 @@ class EvaluateConfig:
         metavar="DATA",
     )
     num_images: int | None = option(
-        None, f"number of images (default: {DEFAULT_NUM_IMAGES}, or all images of a folder)", at_least=2, metavar="N"
+        None,
+        f"number of images (default: {DEFAULT_NUM_IMAGES}, or all images of a folder)",
+        at_least=2,
+        at_most=MAX_IMAGES,
+        metavar="N",
     )
     metric: str = option("fid,kid", "fid, kid or both, separated by a comma", metavar="NAMES")
     features: str = option(
         INCEPTION, f"feature network: {INCEPTION}, or the folder or id of a vision model", metavar="NETWORK"
     )
-    batch_size: int = option(64, "images per batch", at_least=1, metavar="N")
+    batch_size: int = option(64, "images per batch", at_least=1, at_most=MAX_IMAGES, metavar="N")
     cache_dir: str | None = option(None, "folder for cached reference statistics", metavar="DIR")
     device: str | None = option(None, "device, such as cuda:1 (default: a GPU if one is available)")
+    output_dir: str | None = option(
+        None, "folder for the images of a pipeline (default: evaluation/NAME)", metavar="DIR"
+    )
 
     def __post_init__(self):
         check_options(self)
@@ -108,9 +121,6 @@ def add_command(commands: argparse._SubParsersAction):
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_options(AliasedGroup(parser, "evaluation"), EvaluateConfig)
     images = AliasedGroup(parser, "sampling, for a pipeline")
-    images.add_argument(
-        "--output_dir", type=Path, metavar="DIR", help="folder for the images (default: evaluation/NAME)"
-    )
     images.add_argument(
         "--prompt_file",
         type=_read_prompts,
@@ -253,7 +263,7 @@ def _evaluate_pipeline(evaluation: Evaluation, given: dict[str, Any]) -> dict[st
         given = {**given, "prompt": given["prompt_file"]}
     config = build_config(SampleConfig, given)
     n = evaluation.config.num_images or DEFAULT_NUM_IMAGES
-    folder = given.get("output_dir") or Path("evaluation", Path(config.model).resolve().name)
+    folder = Path(evaluation.config.output_dir or Path("evaluation", Path(config.model).resolve().name))
     if evaluation.config.reference != SHAPES:
         check_outside(folder, evaluation.config.reference)
     _ = evaluation.extractor  # fail before images are made, not after

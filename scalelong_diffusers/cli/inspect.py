@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
 import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401  these modules define the classes that are found by name
-from scalelong_diffusers.download import HubUnreachable, read_json
+from scalelong_diffusers.download import HubUnreachable, build_skeleton, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.mixin import scaled_class_by_name
 from scalelong_diffusers.models.mup import mup_scales
@@ -97,8 +96,7 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None, *
         found = class_name or "a model without a _class_name"
         raise UserError(f"{source}: {found} has no long skip connections that can be scaled")
     replaced = changes if skip_scaling is None else {**changes, "skip_scaling": skip_scaling}
-    with torch.device("meta"):
-        return model_class.from_config(config, **replaced)
+    return build_skeleton(model_class, config, source, **replaced)
 
 
 def _load_model_config(source: str) -> dict[str, Any]:

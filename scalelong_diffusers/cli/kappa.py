@@ -2,30 +2,34 @@
 
 import argparse
 import json
+from dataclasses import MISSING, dataclass
 
-from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.options import add_options, build_config, check_options, option
 from scalelong_diffusers.scaling.factors import MEAN_NOISE_RATIO, UPPER_NOISE_RATIO, skip_energy, solve_kappa
 from scalelong_diffusers.terminal import print_lines
 
 
-# More skips than any model has; beyond it the table would take ever longer.
-MAX_SKIPS = 1_000_000
+@dataclass(frozen=True)
+class KappaConfig:
+    skips: int = option(MISSING, "number of long skip connections", at_least=1, at_most=10_000, metavar="N")
+    target: float | None = option(None, "print only the kappa that gives this S", above=1, at_most=10_000, metavar="S")
+
+    def __post_init__(self):
+        check_options(self)
 
 
 def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser("kappa", help="show S = sum of k_i^2 for values of kappa and a number of skips")
-    parser.add_argument("--skips", type=int, required=True, metavar="N", help="number of long skip connections")
-    parser.add_argument("--target", type=float, metavar="S", help="print only the kappa that gives this S")
+    add_options(parser, KappaConfig)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    n = arguments.skips
-    if not 1 <= n <= MAX_SKIPS:
-        raise UserError(f"--skips must be at least 1 and at most {MAX_SKIPS:,}, got {n}")
-    targets = [MEAN_NOISE_RATIO, 2.0, UPPER_NOISE_RATIO] if arguments.target is None else [arguments.target]
-    kappas = [0.5, 0.7, 0.9, 0.95, 1.0] if arguments.target is None else []
+    config = build_config(KappaConfig, vars(arguments))
+    n = config.skips
+    targets = [MEAN_NOISE_RATIO, 2.0, UPPER_NOISE_RATIO] if config.target is None else [config.target]
+    kappas = [0.5, 0.7, 0.9, 0.95, 1.0] if config.target is None else []
     solved = [(solve_kappa(target, n), target) for target in targets]
     table = [(kappa, skip_energy(kappa, n)) for kappa in [*(kappa for kappa, _ in solved), *kappas]]
     if arguments.json:

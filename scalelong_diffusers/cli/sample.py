@@ -1,13 +1,14 @@
 """`scalelong sample` makes images with a pipeline."""
 
 import argparse
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import torch
 
-from scalelong_diffusers.options import add_options, build_config
+from scalelong_diffusers.options import add_options, build_config, check_options, option
 from scalelong_diffusers.pipelines.loading import load_pipeline
-from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampling, choose_device
+from scalelong_diffusers.pipelines.sampling import MAX_IMAGES, SampleConfig, Sampling, choose_device
 from scalelong_diffusers.terminal import print_lines
 
 
@@ -32,10 +33,17 @@ class AliasedGroup:
         self._group.add_argument(flag, *ALIASES.get(flag, []), **settings)
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
+@dataclass(frozen=True)
+class SampleOutputConfig:
+    """Where the images go, their number, and how they are computed. Image k does not depend on this."""
+
+    output_dir: str = option(MISSING, "folder for the images", metavar="DIR")
+    num_images: int = option(16, "number of images", at_least=1, at_most=MAX_IMAGES, metavar="N")
+    batch_size: int = option(16, "images per batch", at_least=1, at_most=MAX_IMAGES, metavar="N")
+    device: str | None = option(None, "device, such as cuda:1 (default: a GPU if one is available)")
+
+    def __post_init__(self):
+        check_options(self)
 
 
 def add_command(commands: argparse._SubParsersAction):
@@ -49,19 +57,16 @@ def add_command(commands: argparse._SubParsersAction):
     )
     parser.add_argument("model", help="a pipeline: a local folder or an id on the Hub")
     group = AliasedGroup(parser, "images")
-    group.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder for the images")
-    group.add_argument("--num_images", type=_positive, default=16, metavar="N", help="number of images (default: 16)")
-    group.add_argument("--batch_size", type=_positive, default=16, metavar="N", help="images per batch (default: 16)")
-    group.add_argument("--device", help="device, such as cuda:1 (default: a GPU if one is available)")
+    add_options(group, SampleOutputConfig)
     add_options(group, SampleConfig)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = build_config(SampleConfig, vars(arguments))
+    config, output = (build_config(config, vars(arguments)) for config in (SampleConfig, SampleOutputConfig))
     pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
-    pipe.to(choose_device(arguments.device))
-    folder, n = arguments.output_dir, arguments.num_images
-    made = Sampling(pipe, config, folder, n, arguments.batch_size).make()
+    pipe.to(choose_device(output.device))
+    folder, n = Path(output.output_dir), output.num_images
+    made = Sampling(pipe, config, folder, n, output.batch_size).make()
     print_lines(f"{folder}: {n} images, {made} of them new, and a grid")
     return 0

@@ -42,19 +42,23 @@ class DataConfig:
     caption_column: str | None = option(
         None, "caption column, if not detected; one of several captions is chosen at random each time"
     )
-    max_train_samples: int | None = option(None, "train on at most N images", at_least=1, metavar="N")
+    max_train_samples: int | None = option(None, "train on at most N images", at_least=1, at_most=10**12, metavar="N")
     validation_size: int = option(
         256,
         "compute the validation loss on at most N images; without a validation split, up to a tenth of the training "
         "images are held out",
         at_least=1,
+        at_most=1_000_000,
         metavar="N",
     )
     resolution: int = option(
         32, "scale and crop images to this width and height in pixels", at_least=1, at_most=MAX_RESOLUTION
     )
     crop_size: int | None = option(
-        None, "crop a centered square of this size in pixels from each image before scaling", at_least=1
+        None,
+        "crop a centered square of this size in pixels from each image before scaling",
+        at_least=1,
+        at_most=10_000,
     )
     center_crop: bool = option(False, "crop at the center instead of at a random position")
     random_flip: bool = option(False, "mirror each image with probability 0.5")
@@ -66,7 +70,11 @@ class DataConfig:
         on_resume="free",
     )
     dataloader_num_workers: int = option(
-        0, "worker processes that load data; 0 loads in the training process", at_least=0, on_resume="free"
+        0,
+        "worker processes that load data; 0 loads in the training process",
+        at_least=0,
+        at_most=512,
+        on_resume="free",
     )
     num_shapes: int = option(10_000, "number of images in the built-in dataset", at_least=2, at_most=MAX_SHAPES)
     precomputed_dir: str | None = option(

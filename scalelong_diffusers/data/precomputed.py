@@ -22,11 +22,11 @@ from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.images import Transform
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import atomic_write, checksum
+from scalelong_diffusers.files import atomic_write, checksum, write_json
 from scalelong_diffusers.image_files import UnreadableImage
 
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 INDEX_FILE = "index.json"
 EMPTY_CAPTION_FILE = "empty_caption.safetensors"
 RERUN = "run the same precompute_latents.py command again"
@@ -242,10 +242,7 @@ def _load_empty_caption(folder: Path) -> torch.Tensor:
 
 
 def _save(file: Path, columns: dict[str, torch.Tensor], metadata: dict[str, str]):
-    try:
-        atomic_write(file, lambda partial: save_file(columns, partial, metadata))
-    except (SafetensorError, OSError) as error:  # such as a full disk
-        raise UserError(f"cannot write {file}: {error}") from error
+    atomic_write(file, lambda partial: save_file(columns, partial, metadata))
 
 
 def _entry_checksum(entry: torch.Tensor) -> int:
@@ -268,10 +265,24 @@ def transform_settings(config: DataConfig, channels: int) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "random_flip"}
 
 
+def write_index(folder: Path, index: dict[str, Any]):
+    """Write the index of a folder of precomputed latents atomically."""
+    index = {"format_version": FORMAT_VERSION, **index}
+    write_json(folder / INDEX_FILE, {**index, "checksum": _checksum_of_index(index)})
+
+
 def read_index(folder: Path) -> dict[str, Any] | None:
     """Return the index of a folder of precomputed latents, or None if it has none."""
     index = read_json(folder, INDEX_FILE) if folder.is_dir() else None
-    version = FORMAT_VERSION if index is None else index.get("format_version")
+    if index is None:
+        return None
+    file, version = folder / INDEX_FILE, index.get("format_version")
     if version != FORMAT_VERSION:
-        raise UserError(f"{folder / INDEX_FILE} must have format_version {FORMAT_VERSION}, got {version}")
+        raise UserError(f"{file} must have format_version {FORMAT_VERSION}, got {version!r:.100}")
+    if index.pop("checksum", None) != _checksum_of_index(index):
+        raise UserError(f"{file} has changed since it was written: copy the folder again, or precompute into another")
     return index
+
+
+def _checksum_of_index(index: dict[str, Any]) -> str:
+    return checksum(json.dumps(index, sort_keys=True))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from scalelong_diffusers.errors import UserError
@@ -74,7 +73,7 @@ def reference_statistics(
     if team.is_local_main_process:
         try:
             statistics.save(file)
-        except (OSError, SafetensorError) as error:  # they took long, and can still be used now
+        except OSError as error:  # they took long, and can still be used now
             print_lines(f"warning: the statistics of the reference cannot be saved: {error}", file=sys.stderr)
     team.wait_for_everyone()
     return statistics, file

@@ -87,6 +87,12 @@ class SkipScalingMixin(HubMixin):
         return super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
     @classmethod
+    def extract_init_dict(cls, config_dict, **kwargs):
+        if config_dict.get("_class_name") in (None, cls.__name__, cls._plain_class.__name__):
+            _check_entries(cls, config_dict, kwargs)
+        return super().extract_init_dict(config_dict, **kwargs)
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         source = pretrained_model_name_or_path
         if os.path.isdir(source):
@@ -225,6 +231,27 @@ def unscale(model: ModelMixin):
         del model._skip_hooks, model.skip_scaler
         model.__class__ = model._plain_class
         write_config_entry(model, "skip_scaling", None)
+
+
+def _check_entries(model_class: type[SkipScalingMixin], config: Mapping[str, Any], overrides: Mapping[str, Any]):
+    """
+    Raise a `UserError` if an unknown entry of a config is a misspelled argument, which diffusers would ignore.
+
+    A config that diffusers wrote has all arguments. Other entries belong to something else, such as an EMA. The config
+    of a stock class can also come from another version of diffusers, with other arguments.
+    """
+    accepted = [parameter.name for parameter in _init_parameters(model_class)]
+    missing = [name for name in accepted[1:] if name not in config and name not in overrides]
+    is_stock = not issubclass(model_class._plain_class, SkipScalingMixin)
+    for name in config:
+        if name in accepted or name.startswith("_") or name == "quantization_config":
+            continue
+        advice = did_you_mean(name, missing)
+        if advice or (missing and not is_stock):
+            raise UserError(
+                f"the config of {model_class.__name__} has the unknown entry {name!r}{advice}; accepted: "
+                f"{', '.join(accepted[1:])}"
+            )
 
 
 def _init_with_skip_scaling(plain: type):

@@ -10,20 +10,13 @@ import torch
 from diffusers import ModelMixin
 from torch import nn
 
-from scalelong_diffusers.errors import UserError, did_you_mean
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import write_config_entry
 from scalelong_diffusers.models.mixin import SkipScalingMixin, skip_layout
 
 
 REFERENCE = "reference"
 SKIP_INITS = (REFERENCE, "zero", "sum", "balanced")
-
-
-def check_skip_init(skip_init: str):
-    if skip_init not in SKIP_INITS:
-        raise UserError(
-            f"skip_init must be one of {', '.join(SKIP_INITS)}, got {skip_init!r}{did_you_mean(skip_init, SKIP_INITS)}"
-        )
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """`UViTModel`: U-ViT, the transformer with long skips that the paper trains, as a diffusers model."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,12 @@ from torch import nn
 
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
+from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import start_mup
-from scalelong_diffusers.models.skip_init import REFERENCE, check_skip_init, start_layers
+from scalelong_diffusers.models.skip_init import REFERENCE, SKIP_INITS, start_layers
 from scalelong_diffusers.models.skips import OutBlockSkips
+from scalelong_diffusers.options import Option, check_arguments
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -73,54 +75,60 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
     _skip_layerwise_casting_patterns = ["patch_embed", "pos_embed", "norm"]
 
     @register_to_config
+    @check_arguments
     def __init__(
         self,
-        sample_size: int | tuple[int, int] = 32,
-        patch_size: int = 2,
-        in_channels: int = 3,
-        out_channels: int | None = None,
-        hidden_size: int = 512,
-        num_layers: int = 12,
-        num_attention_heads: int = 8,
-        mlp_ratio: float = 4.0,
-        num_class_embeds: int | None = None,
-        cross_attention_dim: int | None = None,
-        context_length: int = 77,
-        final_conv: bool = True,
-        block_scale: float | Literal["rezero"] = 1.0,
-        timestep_scale: float = 1.0,
-        timestep_offset: float = 0.0,
-        mup_base_width: int | None = None,
-        mup_base_depth: int | None = None,
-        skip_init: str = REFERENCE,
-        zero_init_residual: bool = False,
+        sample_size: Annotated[int | tuple[int, int], Option(at_least=1, at_most=65_536)] = 32,
+        patch_size: Annotated[int, Option(at_least=1, at_most=1024)] = 2,
+        in_channels: Annotated[int, Option(at_least=1, at_most=4096)] = 3,
+        out_channels: Annotated[int | None, Option(at_least=1, at_most=4096)] = None,
+        hidden_size: Annotated[int, Option(at_least=2, at_most=65_536)] = 512,
+        num_layers: Annotated[int, Option(at_least=2, at_most=1000)] = 12,
+        num_attention_heads: Annotated[int, Option(at_least=1, at_most=1024)] = 8,
+        mlp_ratio: Annotated[float, Option(at_least=0.01, at_most=100)] = 4.0,
+        num_class_embeds: Annotated[int | None, Option(at_least=1, at_most=10_000_000)] = None,
+        cross_attention_dim: Annotated[int | None, Option(at_least=1, at_most=65_536)] = None,
+        context_length: Annotated[int, Option(at_least=1, at_most=65_536)] = 77,
+        final_conv: Annotated[bool, Option()] = True,
+        block_scale: Annotated[float | Literal["rezero"], Option(at_least=0, at_most=100)] = 1.0,
+        timestep_scale: Annotated[float, Option(at_least=1e-6, at_most=1_000_000)] = 1.0,
+        timestep_offset: Annotated[float, Option(at_least=-1_000_000, at_most=1_000_000)] = 0.0,
+        mup_base_width: Annotated[int | None, Option(at_least=1, at_most=65_536)] = None,
+        mup_base_depth: Annotated[int | None, Option(at_least=1, at_most=1000)] = None,
+        skip_init: Annotated[str, Option(choices=SKIP_INITS)] = REFERENCE,
+        zero_init_residual: Annotated[bool, Option()] = False,
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
-        check_skip_init(skip_init)
-        if num_layers % 2 or num_attention_heads < 1 or hidden_size % num_attention_heads:
+        if num_layers % 2 or hidden_size % num_attention_heads:
             raise UserError(
                 f"num_layers must be even and hidden_size a multiple of num_attention_heads, got {num_layers=}, "
                 f"{hidden_size=} and {num_attention_heads=}"
             )
         head_width = hidden_size // num_attention_heads
-        if mup_base_width is not None and (mup_base_width < 1 or mup_base_width % head_width):
+        if mup_base_width is not None and mup_base_width % head_width:
             raise UserError(
-                f"mup_base_width must be a positive multiple of the head width {head_width} (hidden_size / "
+                f"mup_base_width must be a multiple of the head width {head_width} (hidden_size / "
                 f"num_attention_heads), got {mup_base_width}"
             )
-        if mup_base_depth is not None and mup_base_depth < 1:
-            raise UserError(f"mup_base_depth must be at least 1, got {mup_base_depth}")
         out_channels = in_channels if out_channels is None else out_channels
-        height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
+        height, width = sample_size if isinstance(sample_size, tuple | list) else (sample_size, sample_size)
         self.grid = _patch_grid(height, width, patch_size)
         self.context_length = context_length if cross_attention_dim else 0
         self.num_extra_tokens = 1 + bool(num_class_embeds) + self.context_length
+        num_tokens = self.num_extra_tokens + self.grid[0] * self.grid[1]
+        mlp_size = round(hidden_size * mlp_ratio)
+        if torch.get_default_device().type != "meta":
+            # The matrices of the blocks and of the skips, and the embeddings.
+            rows = (num_layers + 1) * (4 * hidden_size + 2 * mlp_size) + num_layers * hidden_size
+            rows += num_tokens + (num_class_embeds or 0) + (cross_attention_dim or 0)
+            rows += patch_size**2 * (in_channels + out_channels)
+            check_memory("the weights of this UViTModel", torch.get_default_dtype().itemsize * hidden_size * rows)
 
         self.patch_embed = nn.Conv2d(in_channels, hidden_size, kernel_size=patch_size, stride=patch_size)
         self.class_embed = nn.Embedding(num_class_embeds, hidden_size) if num_class_embeds else None
         self.context_embed = nn.Linear(cross_attention_dim, hidden_size) if cross_attention_dim else None
-        self.pos_embed = nn.Parameter(torch.empty(1, self.num_extra_tokens + self.grid[0] * self.grid[1], hidden_size))
+        self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, hidden_size))
 
         mlp_size = round(hidden_size * mlp_ratio)
 

@@ -76,7 +76,7 @@ class SkipScalingConfig:
     reverse: bool | None = _field("reverse", "for cs: k_i = kappa^(N-i+1)")
     shared: bool | None = _field("shared", "for ls: one gate for all skips of the same width")
     reduction: int | None = _field(
-        "reduction", "for ls: ratio of a skip's width to its gate's hidden width", at_least=1
+        "reduction", "for ls: ratio of a skip's width to its gate's hidden width", at_least=1, at_most=65_536
     )
     activation: str | None = _field("activation", "for ls: activation of the gates", choices=("relu", "elu", "mish"))
     gate: str | None = _field("gate", "for ls: squeeze-and-excitation or instance enhancement", choices=("se", "ie"))
@@ -113,8 +113,8 @@ class SkipScalingConfig:
                 value = float(value)
             object.__setattr__(self, name, value)
         try:  # as they will be loaded from the model's config
-            object.__setattr__(self, "options", json.loads(json.dumps(values)))
-        except TypeError as error:
+            object.__setattr__(self, "options", json.loads(json.dumps(values, allow_nan=False)))
+        except (TypeError, ValueError) as error:
             raise UserError(f"the fields of method {self.method!r} must be JSON values: {error}") from error
 
     def _used_fields(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, TypeVar
 
 from diffusers.optimization import SchedulerType
@@ -23,6 +23,7 @@ from scalelong_diffusers.options import (
     option,
     options_of,
 )
+from scalelong_diffusers.pipelines.base import LATENT_SCALE
 from scalelong_diffusers.presets import PRESETS, Task, get_preset
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
@@ -62,26 +63,25 @@ class ModelConfig:
     )  # fmt: skip
     skip_lr_scale: float | None = option(
         None, "multiply the learning rate of the layers through which the long skips join the residual path "
-        "(default: 0.1 for the built-in U-ViT, otherwise 1)", at_least=0,
+        "(default: 0.1 for the built-in U-ViT, otherwise 1)", at_least=0, at_most=1000,
     )  # fmt: skip
     hidden_size: int | None = option(
         None, "width of the U-ViT, with heads as wide as before (default: the preset's or the config's)",
-        at_least=1, on_resume="fixed",
+        at_least=1, at_most=65_536, on_resume="fixed",
     )  # fmt: skip
     mup_base_width: int | None = option(
-        None,
-        "train a U-ViT with muP: use the learning rate that was tuned for this width",
-        at_least=1,
+        None, "train a U-ViT with muP: the learning rate was tuned for this width", at_least=1, at_most=65_536,
         on_resume="fixed",
-    )
+    )  # fmt: skip
     mup_base_depth: int | None = option(
-        None, "the same for the number of layers of a U-ViT with the residual start", at_least=1, on_resume="fixed"
-    )
+        None, "the same for the number of layers of a U-ViT with the residual start", at_least=1, at_most=1000,
+        on_resume="fixed",
+    )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
         None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
     )
     latent_scale: float | None = option(
-        None, "factor that scales the latents (default: the autoencoder's own)", above=0
+        None, "factor that scales the latents (default: the autoencoder's own)", **LATENT_SCALE
     )
 
     def __post_init__(self):
@@ -116,31 +116,41 @@ class NoiseConfig:
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    seed: int = option(0, "seed of weights, data order, noise and samples", at_least=0)
+    seed: int = option(0, "seed of weights, data order, noise and samples", at_least=0, at_most=2**63 - 1)
     train_batch_size: int | None = option(
         None, "images per process and forward pass (default: 16, or derived from --total_batch_size)",
-        at_least=1, on_resume="free",
+        at_least=1, at_most=1_000_000, on_resume="free",
     )  # fmt: skip
     total_batch_size: int | None = option(
         None, "images per optimizer step over all processes and accumulations, instead of --train_batch_size",
-        at_least=1,
+        at_least=1, at_most=10**9,
     )  # fmt: skip
     gradient_accumulation_steps: int = option(
-        1, "forward and backward passes per optimizer step", at_least=1, on_resume="free"
+        1, "forward and backward passes per optimizer step", at_least=1, at_most=1_000_000, on_resume="free"
     )
-    num_train_epochs: int = option(100, "number of epochs", at_least=1, on_resume="free")
-    max_train_steps: int | None = option(None, "number of optimizer steps; overrides --num_train_epochs", at_least=1)
-    learning_rate: float = option(2e-4, "peak learning rate", at_least=0)
+    num_train_epochs: int = option(100, "number of epochs", at_least=1, at_most=1_000_000, on_resume="free")
+    max_train_steps: int | None = option(
+        None, "number of optimizer steps; overrides --num_train_epochs", at_least=1, at_most=10**9
+    )
+    learning_rate: float = option(2e-4, "peak learning rate", at_least=1e-12, at_most=1)
     lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)
-    lr_warmup_steps: int = option(500, "number of optimizer steps until the peak learning rate", at_least=0)
-    lr_num_cycles: int = option(1, "number of restarts of the cosine_with_restarts schedule", at_least=1)
-    lr_power: float = option(1.0, "exponent of the polynomial schedule", above=0)
+    lr_warmup_steps: int = option(
+        500, "number of optimizer steps until the peak learning rate", at_least=0, at_most=10**9
+    )
+    lr_num_cycles: int = option(
+        1, "number of restarts of the cosine_with_restarts schedule", at_least=1, at_most=1_000_000
+    )
+    lr_power: float = option(1.0, "exponent of the polynomial schedule", at_least=0.01, at_most=100)
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
-    adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0)
-    adam_epsilon: float = option(1e-8, "AdamW epsilon", above=0)
-    snr_gamma: float | None = option(None, "min-SNR weighting of the loss; 5 is usual", above=0)
-    max_grad_norm: float = option(1.0, "clip gradients at this norm; 0 turns clipping off", at_least=0)
+    adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0, at_most=100)
+    adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=1e-20, at_most=100)
+    snr_gamma: float | None = option(
+        None, "min-SNR weighting of the loss; 5 is usual", at_least=0.001, at_most=1_000_000
+    )
+    max_grad_norm: float = option(
+        1.0, "clip gradients at this norm; 0 turns clipping off", at_least=0, at_most=1_000_000
+    )
     use_ema: bool = option(True, "keep EMA weights, and use them for samples and the saved model")
     ema_decay: float = option(
         0.9999, "maximum EMA decay; it ramps up as (1 + step) / (10 + step)", at_least=0, below=1
@@ -153,10 +163,17 @@ class OptimizationConfig:
     compile: bool = option(False, "compile the model with torch.compile", on_resume="free")
     allow_tf32: bool = option(False, "allow TF32 matrix products, which are faster on Ampere GPUs and later")
     skip_scaling_warmup_steps: int | None = option(
-        None, "number of steps in which the strength of the scaling rises from 0 to its value", at_least=0
+        None,
+        "number of steps in which the strength of the scaling rises from 0 to its value",
+        at_least=0,
+        at_most=10**9,
     )
     max_nonfinite_losses: int = option(
-        10, "stop after this many consecutive steps with a non-finite loss or gradient", at_least=1, on_resume="free"
+        10,
+        "stop after this many consecutive steps with a non-finite loss or gradient",
+        at_least=1,
+        at_most=10**9,
+        on_resume="free",
     )
 
     def __post_init__(self):
@@ -165,19 +182,27 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    logging_steps: int = option(50, "log every N steps", at_least=1, on_resume="free")
+    logging_steps: int = option(50, "log every N steps", at_least=1, at_most=10**9, on_resume="free")
     validation_steps: int = option(
         1000, "compute the loss on held-out images with fixed noise every N steps (0: never)",
-        at_least=0, on_resume="free",
+        at_least=0, at_most=10**9, on_resume="free",
     )  # fmt: skip
-    sample_steps: int = option(1000, "save a sample grid every N steps (0: never)", at_least=0, on_resume="free")
-    num_samples: int = option(16, "images in a sample grid", at_least=1, on_resume="free")
+    sample_steps: int = option(
+        1000, "save a sample grid every N steps (0: never)", at_least=0, at_most=10**9, on_resume="free"
+    )
+    num_samples: int = option(16, "images in a sample grid", at_least=1, at_most=10_000, on_resume="free")
     # More do not fit a DPM-Solver for 1000 training timesteps.
     num_inference_steps: int = option(25, "sampling steps for sample grids and evaluations", at_least=1, at_most=999)
     eval_steps: int = option(
-        0, "compute FID and KID of samples every N steps (0: never); this takes long", at_least=0, on_resume="free"
+        0,
+        "compute FID and KID of samples every N steps (0: never); this takes long",
+        at_least=0,
+        at_most=10**9,
+        on_resume="free",
     )
-    num_eval_images: int = option(10_000, "images per evaluation, as in the paper's curves", at_least=2)
+    num_eval_images: int = option(
+        10_000, "images per evaluation, as in the paper's curves", at_least=2, at_most=10_000_000
+    )
     eval_metric: str = option("fid,kid", "fid, kid or both")
     eval_features: str = option("inception", "feature network: inception, or a vision model's folder or Hub id")
     eval_reference: str | None = option(
@@ -192,6 +217,10 @@ class MonitoringConfig:
 
     def __post_init__(self):
         check_options(self)
+        for name in ("logging_dir", "tracker_project_name"):  # folders, for tensorboard
+            path = PurePath(getattr(self, name))
+            if path.is_absolute() or ".." in path.parts:
+                raise UserError(f"{name} must not lead out of --output_dir, got {str(path)!r}")
 
 
 @dataclass(frozen=True)
@@ -199,9 +228,11 @@ class OutputConfig:
     output_dir: str = option(
         "scalelong-model", "folder for the pipeline, checkpoints, samples and logs", on_resume="free"
     )
-    checkpointing_steps: int = option(1000, "save a checkpoint every N steps", at_least=1, on_resume="free")
+    checkpointing_steps: int = option(
+        1000, "save a checkpoint every N steps", at_least=1, at_most=10**9, on_resume="free"
+    )
     checkpoints_total_limit: int | None = option(
-        None, "keep only the latest N checkpoints", at_least=1, on_resume="free"
+        None, "keep only the latest N checkpoints", at_least=1, at_most=10**9, on_resume="free"
     )
     resume_from_checkpoint: str | None = option(
         None,

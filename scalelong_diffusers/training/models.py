@@ -4,14 +4,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import AutoencoderKL, ModelMixin
 
-import scalelong_diffusers
 from scalelong_diffusers.data import TrainingData
-from scalelong_diffusers.download import load_model, read_json
+from scalelong_diffusers.download import build_skeleton, load_model, read_json
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.memory import check_memory
+from scalelong_diffusers.models.mixin import scaled_class_by_name
 from scalelong_diffusers.models.skip_init import REFERENCE, start_layers
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
@@ -79,7 +79,8 @@ def build_model(
         _check_condition(options.model_config_name_or_path, model, num_class_embeds, has_text=text is not None)
     elif options.preset is not None:
         preset = get_preset(options.preset)
-        model = _build(preset.model_class, {**preset.config, **shape, **classes}, options)
+        architecture = {**preset.config, **shape, **classes}
+        model = _build(preset.model_class, architecture, options, f"preset {preset.name}")
     else:
         model = _small_model(options, resolution, {**shape, **classes, **(text or {})})
     _check_fit(model, resolution, factor, channels, vae)
@@ -90,8 +91,20 @@ def build_model(
     return model
 
 
-def _build(model_class: type[ModelMixin], config: Mapping[str, Any], options: ModelConfig) -> ModelMixin:
-    """Build a model from its config and the flags that override it."""
+def _build(model_class: type[ModelMixin], config: Mapping[str, Any], options: ModelConfig, source: str) -> ModelMixin:
+    """
+    Build the model of a config and of the flags that override it, if its weights fit into the memory.
+
+    `source` names the config in errors.
+    """
+    config = {**config, **_uvit_flags(model_class, config, options)}
+    skeleton = build_skeleton(model_class, config, source)
+    check_memory(f"the weights of {source}", sum(weight.nbytes for weight in skeleton.parameters()))
+    return model_class.from_config(config)
+
+
+def _uvit_flags(model_class: type[ModelMixin], config: Mapping[str, Any], options: ModelConfig) -> dict[str, int]:
+    """Return the entries of a U-ViT's config that flags set."""
     flags = {name: getattr(options, name) for name in _UVIT_FLAGS if getattr(options, name) is not None}
     if flags and not issubclass(model_class, UViTModel):
         name, value = next(iter(flags.items()))
@@ -103,15 +116,15 @@ def _build(model_class: type[ModelMixin], config: Mapping[str, Any], options: Mo
             raise UserError(
                 f"--hidden_size must be a multiple of {head_width}, the width of a head, got {flags['hidden_size']}"
             )
-    return model_class.from_config({**config, **flags})
+    return flags
 
 
 def _small_model(options: ModelConfig, resolution: int, config: dict[str, Any]) -> ModelMixin:
     if options.model_type == "unet" and "cross_attention_dim" in config:
         config.pop("context_length")  # it takes texts of any length
-        return _build(ScaleLongUNet2DConditionModel, {**_SMALL_TEXT_UNET, **config}, options)
+        return _build(ScaleLongUNet2DConditionModel, {**_SMALL_TEXT_UNET, **config}, options, "the built-in U-Net")
     if options.model_type == "unet":
-        return _build(ScaleLongUNet2DModel, {**_SMALL_UNET, **config}, options)
+        return _build(ScaleLongUNet2DModel, {**_SMALL_UNET, **config}, options, "the built-in U-Net")
     size = config["sample_size"]
     patch = _patch_size(size)
     if patch is None:
@@ -120,7 +133,7 @@ def _small_model(options: ModelConfig, resolution: int, config: dict[str, Any]) 
             f"--resolution {resolution} is not divisible into patches for the small U-ViT; the nearest resolution "
             f"that is divisible: {nearest * (resolution // size)}"
         )
-    return _build(UViTModel, {"patch_size": patch, **_SMALL_UVIT, **config}, options)
+    return _build(UViTModel, {"patch_size": patch, **_SMALL_UVIT, **config}, options, "the built-in U-ViT")
 
 
 def _patch_size(size: int) -> int | None:
@@ -145,14 +158,13 @@ def _from_config(options: ModelConfig) -> tuple[ModelMixin, dict[str, Any]]:
         raise UserError(
             f"{source} has no config.json of a model; accepted: a model's folder, its config.json or a Hub id"
         )
-    name = config["_class_name"]
-    libraries = [library for library in (scalelong_diffusers, diffusers) if hasattr(library, name)]
-    model_class = getattr(libraries[0], name) if libraries else None
-    if not (isinstance(model_class, type) and issubclass(model_class, ModelMixin)):
-        raise UserError(f"{source} is the config of {name}, which is not a model of diffusers or of this package")
-    applied_later = ("skip_scaling", "skip_init", "zero_init_residual")
-    own = {key: value for key, value in config.items() if key not in applied_later}
-    return _build(model_class, own, options), config
+    class_name = config["_class_name"]
+    model_class = scaled_class_by_name(class_name)
+    if model_class is None:
+        raise UserError(f"{source} is the config of {class_name}, which has no long skips that can be scaled")
+    applied_later = {"skip_scaling": "none", **_DEFAULT_START}
+    plain = {name: applied_later.get(name, value) for name, value in config.items()}
+    return _build(model_class, plain, options, source), config
 
 
 def _check_condition(source: str, model: ModelMixin, num_class_embeds: int | None, has_text: bool):

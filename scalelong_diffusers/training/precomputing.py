@@ -16,7 +16,6 @@ from scalelong_diffusers.data import Batch, DataConfig, TrainingData, Unreadable
 from scalelong_diffusers.data.batch import Draws
 from scalelong_diffusers.data.images import Transform
 from scalelong_diffusers.data.precomputed import (
-    FORMAT_VERSION,
     INDEX_FILE,
     is_complete_shard,
     read_index,
@@ -24,10 +23,10 @@ from scalelong_diffusers.data.precomputed import (
     save_shard,
     shard_path,
     transform_settings,
+    write_index,
 )
 from scalelong_diffusers.data.stream import ImageRows, Source, Stream
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import write_json
 from scalelong_diffusers.locks import LOCK_FILE, locked
 from scalelong_diffusers.options import option
 from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
@@ -232,8 +231,8 @@ class PrecomputedWriter:
             for name in splits:
                 files = (file for file, rows, _ in self._shards(0, 1) if rows is self._rows[name])
                 splits[name]["bytes"] = [file.stat().st_size for file in files]
-        index = {"format_version": FORMAT_VERSION, "finished": finished, "made_of": self.made_of}
-        write_json(self.folder / INDEX_FILE, {**index, "images": self.images, "splits": splits})
+        index = {"finished": finished, "made_of": self.made_of, "images": self.images, "splits": splits}
+        write_index(self.folder, index)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -190,9 +190,8 @@ class TrainingRun:
             self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
             self.write("the log", self._resume_log)
-        if self.config.monitoring.report_to != "none":
-            plain = {name: value for name, value in self.settings.items() if isinstance(value, int | float | str)}
-            self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
+            if self.config.monitoring.report_to != "none":
+                self.write("the log", self._start_trackers)
 
     def _report_settings(self):
         """Check the lengths of the warm-ups, and print the settings."""
@@ -382,7 +381,8 @@ class TrainingRun:
                     f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
                 )
                 reason = " ".join(str(error).split())
-                raise TrainingStopped(f"cannot write {what}: {reason}; {last}", on_all_processes=True) from error
+                message = f"cannot write {what} in {self.folder}: {reason}; {last}"
+                raise TrainingStopped(message, on_all_processes=True) from error
 
         run_on_main_process(attempt)
 
@@ -472,9 +472,13 @@ class TrainingRun:
         }
         self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row)
         self._recorded, self._seconds, self._images = {}, 0.0, 0
-        self.write("the log", lambda: self.metrics.write(line))
         scalars = {name: value for name, value in line.items() if isinstance(value, float)}
-        self.accelerator.log(scalars, step=step)
+
+        def write():
+            self.metrics.write(line)
+            self.accelerator.log(scalars, step=step)
+
+        self.write("the log", write)
         self._bar.set_postfix_str(f"loss {line['loss']:.4f}, {line['images_per_second']:.0f} images/s")
 
     # Checkpoints
@@ -534,6 +538,10 @@ class TrainingRun:
         if count := self.metrics.resume_at(self.global_step):
             broken = self.metrics.broken_file
             self.print(f"warning: moved {count} lines of {self.metrics.file} that cannot be read to {broken}")
+
+    def _start_trackers(self):
+        plain = {name: value for name, value in self.settings.items() if isinstance(value, int | float | str)}
+        self.accelerator.init_trackers(self.config.monitoring.tracker_project_name, config=plain)
 
     @contextmanager
     def _progress_bar(self):

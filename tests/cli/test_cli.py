@@ -107,6 +107,11 @@ class TestInspect:
         "checkpoint": (["{checkpoint}"], ["inspect ", "checkpoint/unet instead"]),
         "broken JSON": (["{broken}"], ["config.json is not valid JSON"]),
         "number": (["{number}"], ["config.json"]),
+        "misspelled entry": (["{misspelled}"], ["unknown entry 'layers_per_blok' (did you mean 'layers_per_block'?)"]),
+        "20,000 layers": (["{deep}"], ["num_layers must be an integer, at least 2 and at most 1,000, got 20000"]),
+        "deep blocks": (["{blocks}"], ["blocks has a config for more than 10,000 weight tensors, the limit"]),
+        "wide": (["{wide}"], ["wide cannot be loaded: RuntimeError: Storage size calculation overflowed"]),
+        "wrong type": (["{text}"], ["timestep_scale must be a number, at least 1e-06 and", "got '1'"]),
         "DiT": (["{dit}"], ["DiTTransformer2DModel has no long skip connections that can be scaled"]),
         "control characters": (["{escapes}"], ["escapes: \\u001b]0;x\\u0007 has no long skip"]),
         "no class name": (["{nameless}"], ["a model without a _class_name has no long skip connections"]),
@@ -151,6 +156,11 @@ class TestInspect:
         (tmp_path / "empty").mkdir()
         write_config(tmp_path / "checkpoint" / "unet", SD15)
         write_config(tmp_path / "number", 3)
+        write_config(tmp_path / "misspelled", {**SD15, "layers_per_blok": 1})
+        write_config(tmp_path / "deep", {"_class_name": "UViTModel", "num_layers": 20_000})
+        write_config(tmp_path / "blocks", {**SD15, "layers_per_block": 20_000})
+        write_config(tmp_path / "wide", {**SD15, "block_out_channels": [10**9] * 4})
+        write_config(tmp_path / "text", {"_class_name": "UViTModel", "timestep_scale": "1"})
         write_config(tmp_path / "broken", {})
         (tmp_path / "broken" / "config.json").write_text("{")
         folders = {folder.name: folder for folder in tmp_path.iterdir()}
@@ -186,8 +196,9 @@ class TestKappa:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--skips", "0"], "--skips must be at least 1"),
-            (["--skips", "1000000000"], "got 1000000000"),
+            (["--skips", "0"], "--skips must be an integer, at least 1 and at most 10,000, got 0"),
+            (["--skips", "1000000000000"], "at most 10,000, got 1000000000000"),
+            (["--skips", "12", "--target", "inf"], "--target must be a number, above 1 and at most 10,000, got inf"),
             (["--skips", "twelve"], "argument --skips: invalid int value: 'twelve'"),
             (["--skips", "12", "--target", "1"], "target"),
             ([], "the following arguments are required: --skips"),

@@ -337,20 +337,23 @@ class TestSchedulers:
             assert f"got {typed!r} (did you mean {meant!r}?)" in str(raised.value)
 
 
+SIDES = ("--height", "65536", "--width", "65536")
 BAD = {
     "class": (["classes", "--class", "brd"], ["'brd'", "'bird'"]),
     "number": (["classes", "--class", "9"], ["class 9", "0..3"]),
     "prompt for classes": (["classes", "--prompt", "a cat"], ["--prompt needs a text-to-image pipeline, and "]),
     "class for none": (["unconditional", "--class", "cat"], ["--class_labels needs a class-conditional pipeline"]),
     "guidance for none": (["unconditional", "--guidance", "3"], ["--guidance_scale needs a text-to-image or class-"]),
-    "negative guidance": (["classes", "--guidance", "-1"], ["guidance_scale must be a number, at least 0, got -1.0"]),
+    "negative guidance": (["classes", "--guidance", "-1"], ["guidance_scale must be a number, at least 0 and"]),
     "scheduler": (["unconditional", "--scheduler", "dpm+"], ["--scheduler must be one", "(did you mean 'dpm++'?)"]),
-    "steps": (["unconditional", "--steps", "0"], ["num_inference_steps must be an integer, at least 1, got 0"]),
-    "too many steps": (["unconditional", "--steps", "9999"], ["num_inference_steps must be at most 1000 for this"]),
+    "steps": (["unconditional", "--steps", "0"], ["num_inference_steps must be an integer, at le"]),
+    "too many steps": (["unconditional", "--steps", "9999"], ["num_inference_steps must be "]),
     "steps of DPM++": (["unconditional", "--steps", "1000", "--scheduler", "dpm++"], ["must be at most 999 for this"]),
     "size": (["unconditional", "--width", "13"], ["width", "13", "multiple of 2"]),
-    "number of images": (["unconditional", "-n", "0"], ["argument --num_images/-n: must be at least 1, got 0"]),
-    "batch size": (["unconditional", "--batch_size", "0"], ["argument --batch_size: must be at least 1, got 0"]),
+    "number of images": (["unconditional", "-n", "0"], ["--num_images must be an integer, at least 1 and"]),
+    "batch size": (["unconditional", "--batch_size", "0"], ["--batch_size must be an integer, at least 1"]),
+    "huge height": (["unconditional", *("-n", "99", "--batch_size", "99", *SIDES)], ["would take at least", "GiB of"]),
+    "height": (["unconditional", "--height", "100000"], ["--height must be an integer, at least 1 and at most"]),
     "device": (["unconditional", "--device", "gpu"], ["--device gpu cannot be used: "]),
     "dtype": (["unconditional", "--dtype", "int8"], ["--dtype must be one of float32, bfloat16, float16, got 'int8'"]),
     "no folder": (["nowhere"], ["nowhere", "Hub"]),
@@ -371,6 +374,28 @@ def test_rejects_bad_input_with_one_line(sample, classes, unconditional, text, t
         assert all(part in line for part in parts), (name, line)
         assert "Traceback" not in errors
         assert not (tmp_path / "out").exists(), name
+
+
+def test_names_the_file_on_a_full_disk(error_of, unconditional, full_disk, tmp_path):
+    with full_disk(0):
+        line = error_of("sample", unconditional, "--out", tmp_path / "locked", "-n", 1, "--steps", 1)
+    assert f"cannot lock {tmp_path / 'locked'}: [Errno 27] File too large" in line
+    out = tmp_path / "out"
+    for file, limit in (("sample.json", 200), ("000000.png", 700)):
+        with full_disk(limit):
+            line = error_of(
+                "sample", unconditional, "--out", out, "-n", 1, "--steps", 1, "--height", 64, "--width", 64
+            )
+        assert f"{out / file} cannot be written: [Errno 27] File too large" in line
+
+
+@pytest.mark.parametrize("name", ["", "unet", "scheduler"])
+def test_writes_no_images_into_the_folder_of_a_model(error_of, unconditional, name):
+    folder = unconditional / name
+    before = sorted(folder.rglob("*"))
+    line = error_of("sample", unconditional, "--out", folder, "-n", 1)
+    assert f"{folder} holds a pipeline or a model: pass another --output_dir" in line
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.slow

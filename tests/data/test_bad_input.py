@@ -20,11 +20,11 @@ CONFIGS = [
     ({"resolution": 2.5}, "resolution must be an integer, at least 1 and at most 4,096, got 2.5"),
     ({"resolution": 100_000}, "resolution must be an integer, at least 1 and at most 4,096, got 100000"),
     ({"num_shapes": 10**12}, "num_shapes must be an integer, at least 2 and at most 10,000,000, got 1000000000000"),
-    ({"crop_size": 0}, "crop_size must be an integer, at least 1, got 0"),
-    ({"validation_size": 0}, "validation_size must be an integer, at least 1, got 0"),
-    ({"max_train_samples": 0}, "max_train_samples must be an integer, at least 1, got 0"),
+    ({"crop_size": 0}, "crop_size must be an integer, at least 1 and at most 10,000, got 0"),
+    ({"validation_size": 0}, "validation_size must be an integer, at least 1 and at most 1,000,000, got 0"),
+    ({"max_train_samples": 0}, "max_train_samples must be an integer, at least 1 and "),
     ({"num_shapes": 1}, "num_shapes must be an integer, at least 2 and at most 10,000,000, got 1"),
-    ({"dataloader_num_workers": -1}, "dataloader_num_workers must be an integer, at least 0, got -1"),
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers must be an integer, at least 0 and at most 512, got -1"),
     (
         {"image_interpolation_mode": "lanczoz"},
         "image_interpolation_mode must be one of lanczos, bicubic, bilinear, hamming, box, got 'lanczoz' (did "

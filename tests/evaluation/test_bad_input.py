@@ -135,7 +135,7 @@ class TestImages:
     def test_fewer_than_two(self, error_of, pictures):
         for n in (1, 0, -3):
             line = error_of(pictures(3), num_images=n)
-            assert f"num_images must be an integer, at least 2, got {n}" in line
+            assert f"num_images must be an integer, at least 2 and at most 10,000,000, got {n}" in line
 
     def test_folder_of_one(self, error_of, pictures):
         assert "a covariance needs at least two images, got 1" in error_of(pictures(1), "--num_shapes", 20)
@@ -202,7 +202,7 @@ class TestImages:
         [
             (["--scheduler", "ddmi"], "unipc, got 'ddmi' (did you mean 'ddpm'?)"),
             (["--class", "nosuch"], "--class_labels needs a class-conditional pipeline, and "),
-            (["--steps", 0], "num_inference_steps must be an integer, at least 1, got 0"),
+            (["--steps", 0], "num_inference_steps must be an integer, at least 1 and at most 10,000, got 0"),
             (
                 [],
                 "has images or a sample.json that this version of `scalelong sample` did not make: pass another --out",
@@ -228,6 +228,13 @@ class TestImages:
         assert f"--output_dir {folder / 'out'} is inside the data folder {folder}, and its files would be" in line
         assert not (folder / "out").exists()
 
+    def test_writes_no_images_into_the_folder_of_the_pipeline(self, error_of, pipeline, tmp_path):
+        for folder in (pipeline, pipeline / "unet"):
+            line = error_of(pipeline, "--num_shapes", 20, num_images=2, output_dir=folder)
+            assert f"{folder} holds a pipeline or a model: pass another --output_dir" in line
+            assert not list(folder.glob("*.png"))
+        assert not (tmp_path / "cache" / "statistics").exists()
+
     def test_unfinished_run(self, error_of, tmp_path):
         (tmp_path / "run" / "samples").mkdir(parents=True)
         for step in (1, 2):
@@ -243,7 +250,7 @@ class TestImages:
         ScaleLongClassConditionalPipeline(unet, DDIMScheduler()).save_pretrained(tmp_path / "classes")
         flags = ["--num_shapes", 20, "--num_images", 2, "--output_dir", tmp_path / "out"]
         line = error_of(tmp_path / "classes", "--guidance_scale", -1, *flags)
-        assert "guidance_scale must be a number, at least 0, got -1.0" in line
+        assert "guidance_scale must be a number, at least 0 and at most 1,000, got -1.0" in line
         assert "guidance_scale" in error_of(tmp_path / "classes", "--guidance_scale", 3, *flags)
         assert not (tmp_path / "cache" / "statistics").exists()
 

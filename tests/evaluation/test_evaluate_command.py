@@ -85,14 +85,14 @@ class TestResult:
         assert abs(result["fid"]) < 1e-6
 
     def test_warns_if_statistics_cannot_be_saved(self, evaluate, pictures, monkeypatch):
-        def fill_the_disk(statistics, file):
+        def fill_the_disk(*arguments):
             raise SafetensorError("I/O error: No space left on device")
 
-        monkeypatch.setattr(FeatureStatistics, "save", fill_the_disk)
+        monkeypatch.setattr("scalelong_diffusers.evaluation.metrics.save_file", fill_the_disk)
         code, printed, errors = evaluate(pictures(3), "--json", "--num_shapes", 20)
         assert code == 0
         assert json.loads(printed)["statistics"] is None
-        assert "warning: the statistics of the reference cannot be saved: I/O error: No space left" in errors
+        assert ".safetensors cannot be written: I/O error: No space left on device" in errors
 
     def test_ignores_a_foreign_settings_json(self, measured, pipeline, tmp_path):
         (pipeline / "settings.json").write_text("[]")

@@ -324,6 +324,22 @@ class TestRejected:
         with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
             ScaleLongUNet2DModel.from_pretrained(tmp_path, skip_scaling="cs")
 
+    @pytest.mark.parametrize(
+        ("name", "misspelled"),
+        [("skip_scaling", "skip_scalling"), ("layers_per_block", "layer_per_block"), ("norm_eps", "norm_epsilon")],
+    )
+    def test_misspelled_entry(self, ddpm, tmp_path, name, misspelled):
+        ddpm.build_scaled("cs").save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config[misspelled] = config.pop(name)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        message = (
+            rf"the config of ScaleLongUNet2DModel has the unknown entry '{misspelled}' \(did you mean '{name}'\?\)"
+        )
+        for load in (ScaleLongUNet2DModel.from_pretrained, ScaleLongUNet2DModel.from_config):
+            with pytest.raises(UserError, match=message):
+                load(tmp_path)
+
     def test_entry_of_a_newer_version(self, ddpm, tmp_path):
         ddpm.build_scaled("cs").save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
@@ -333,6 +349,22 @@ class TestRejected:
             UserError, match=r"format version 7, but this package reads version 1: upgrade .*'schedule'"
         ):
             ScaleLongUNet2DModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"decay": 0.99, "optimization_step": 7},  # as EMAModel writes them
+        {"resnet_cache_size": 3},  # of another version of diffusers
+        {"norm_eps": None, "resnet_cache_size": 3},  # of another version, without an argument of this one
+    ],
+)
+def test_loads_configs_with_entries_of_others(ddpm, tmp_path, changes):
+    ddpm.build().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({n: v for n, v in config.items() if v is not None}))
+    loaded = ScaleLongUNet2DModel.from_pretrained(tmp_path)
+    assert_same_weights(loaded, ddpm.build())
 
 
 def test_plain_class_loads_a_scaled_folder_unscaled(ddpm, tmp_path):

@@ -189,7 +189,7 @@ def test_rejects_keys_shapes_and_dtypes_that_no_uvit_has(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((0, 17), "a non-empty 2-D se.layer1.weight"), ((20, 17), "reduction must be an integer, at least 1, got 0")],
+    [((0, 17), "a non-empty 2-D se.layer1.weight"), ((20, 17), "reduction must be an integer, at least 1 and")],
 )
 def test_rejects_impossible_gates(shape, message, tmp_path, capsys):
     save_reference(tmp_path / "in.pth")
@@ -209,7 +209,7 @@ def test_rejects_impossible_gates(shape, message, tmp_path, capsys):
         ),
         ([*DETAILS, "--context_length", "5"], "not a text-to-image model: leave out context_length=5"),
         (["--num_attention_heads", "5", "--timesteps", "discrete"], "hidden_size.*num_attention_heads=5"),
-        (["--num_attention_heads", "0", "--timesteps", "discrete"], "num_attention_heads=0"),
+        (["--num_attention_heads", "0", "--timesteps", "discrete"], "--num_attention_heads must be an integer, at"),
         (["--num_attention_heads", "4", "--timesteps", "0-1"], "invalid choice: '0-1'"),
     ],
 )

@@ -227,7 +227,7 @@ def test_rejects_wrong_base_widths(width):
 
 
 def test_rejects_wrong_base_depths():
-    with pytest.raises(UserError, match="mup_base_depth must be at least 1, got 0"):
+    with pytest.raises(UserError, match="mup_base_depth must be an integer, at least 1 and at most 1,000, got 0"):
         uvit(16, mup_base_depth=0)
 
 

@@ -653,12 +653,19 @@ def test_ema(tmp_path):
     ("config", "message"),
     [
         ({"num_layers": 7}, "num_layers must be even and .* got num_layers=7"),
-        ({"num_layers": 0}, "this model has no long skips"),
         ({"sample_size": 9}, "images of 9 x 9 cannot be cut .* patch_size=2; the nearest height: 8 or 10"),
-        ({"sample_size": 0}, "images of 0 x 0 cannot be cut .* patch_size=2; the nearest height: 2$"),
+        ({"sample_size": 1}, "images of 1 x 1 cannot be cut .* patch_size=2; the nearest height: 2$"),
         ({"sample_size": (8, 11)}, "images of 8 x 11 .* the nearest width: 10 or 12"),
         ({"num_attention_heads": 5}, "a multiple of num_attention_heads, got .*=32 and num_attention_heads=5"),
-        ({"num_attention_heads": 0}, "and num_attention_heads=0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer, at least 1 and at most 1,024, got 0"),
+        ({"sample_size": (8, 0)}, r"sample_size must be .*, at least 1 and .* or a pair of them, got \(8, 0\)"),
+        ({"sample_size": (8, 8, 8)}, r"sample_size must be .* or a pair of them, got \(8, 8, 8\)"),
+        ({"block_scale": "rezro"}, "block_scale must be a number, .* or 'rezero', got 'rezro'"),
+        ({"final_conv": "no"}, "final_conv must be True or False, got 'no'"),
+        ({"skip_init": "summ"}, r"skip_init must be one of .*, got 'summ' \(did you mean 'sum'\?\)"),
+        ({"hidden_size": 65_536, "num_layers": 1000}, "the weights of this UViTModel would take at least .* GiB of"),
+        ({"hidden_size": 65_536, "sample_size": 65_536}, "the weights of this UViTModel would take at least"),
+        ({"hidden_size": 65_536, "num_class_embeds": 10_000_000}, "the weights of this UViTModel would take at least"),
         ({"skip_scaling": "lss"}, r"skip_scaling must be one of .* got 'lss' \(did you mean 'ls'\?\)"),
     ],
 )
@@ -712,6 +719,22 @@ def test_rejects_a_checkpoint_of_another_model(config, tmp_path):
     # A class token needs another position embedding, which diffusers rejects itself.
     with pytest.raises(ValueError, match=r"lacks \d+ weights of this UViTModel|expected shape"):
         UViTModel.from_pretrained(tmp_path, **config)
+
+
+def test_rejects_unknown_entries_of_a_config():
+    """No other version of this package or of diffusers explains them."""
+    config = {**TINY, "num_attention_head": 4}
+    del config["num_attention_heads"]
+    with pytest.raises(
+        UserError, match=r"unknown entry 'num_attention_head' \(did you mean 'num_attention_heads'\?\)"
+    ):
+        UViTModel.from_config(config)
+    with pytest.raises(
+        UserError, match=r"the config of UViTModel has the unknown entry 'dropout'; accepted: sample_size"
+    ):
+        UViTModel.from_config({**TINY, "dropout": 0.1})
+    saved = dict(UViTModel(**TINY).config)
+    assert UViTModel.from_config({**saved, "decay": 0.99}).config.decay == 0.99  # as EMAModel saves it
 
 
 def test_rejects_a_misspelled_keyword():

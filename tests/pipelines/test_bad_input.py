@@ -1,5 +1,7 @@
 """Errors that users can cause: each is one line that names the value and what is accepted."""
 
+import math
+
 import diffusers
 import numpy as np
 import pytest
@@ -42,9 +44,9 @@ CALLS = [
     ("text", [], {}, "pass either prompt or prompt_embeds"),
     ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass either prompt or prompt_embeds, not both"),
     ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; pass prompt_embeds"),
-    ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale"),
-    ("classes", [0], {"guidance_scale": float("nan")}, "got nan and 0.0"),
-    ("classes", [0], {"guidance_rescale": 1.5}, "guidance_rescale in [0, 1], got 1.0 and 1.5"),
+    ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be a number, at least 0 and at most 1,000, got -1"),
+    ("classes", [0], {"guidance_scale": float("nan")}, "guidance_scale must be a number, at least 0 and at most 1,0"),
+    ("classes", [0], {"guidance_rescale": 1.5}, "guidance_rescale must be a number, at least 0 and at"),
     ("plain classes", [0], {"guidance_scale": 4}, "guidance_scale=4 needs a null class, but this pipeline has none"),
     ("nothing", [], {"height": 15}, "height must be a multiple of 2 (the nearest: 14 or 16), got 15"),
     ("nothing", [], {"width": 1}, "width must be a multiple of 2 (the nearest: 2), got 1"),
@@ -53,10 +55,22 @@ CALLS = [
     ("text", ["a"], {"generator": [GENERATOR] * 3, "num_images_per_prompt": 2}, "one for each of the 2 images"),
     ("nothing", [2], {"latents": torch.zeros(1, 3, 8, 8)}, "latents must have shape (2, 3, 8, 8), got (1"),
     ("nothing", [], {"latents": torch.zeros(3, 8, 8)}, "latents must have shape (1,"),
-    ("nothing", [0], {}, "batch_size must be at least 1, got 0"),
-    ("text", ["a"], {"num_images_per_prompt": 0}, "batch_size must be at least 1, got 0"),
+    ("nothing", [0], {}, "batch_size must be an integer, at least 1 and at most 1,000,000, got 0"),
+    ("classes", [[]], {}, "batch_size must be at least 1, got 0"),
+    ("text", ["a"], {"num_images_per_prompt": 0}, "num_images_per_prompt must be an integer, at least 1 and at most"),
     ("embeds", [], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass negative_prompt_embeds, or guidance_scale=1"),
-    ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be at least 1, got 0"),
+    ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be an integer, at least 1 and"),
+    ("nothing", [], {"eta": -1}, "eta must be a number, at least 0 and at most 1, got -1"),
+    ("nothing", [], {"timesteps": [1, 5]}, "timesteps must be numbers in descending order, got [1, 5]"),
+    ("nothing", [], {"timesteps": [5, 5]}, "timesteps must be numbers in descending order, got [5, 5]"),
+    ("nothing", [], {"timesteps": [1000]}, "timesteps must be below 1000, the scheduler's num_train_timesteps, got"),
+    ("nothing", [], {"timesteps": []}, "timesteps must be numbers in descending order, got []"),
+    ("classes", [0], {"timesteps": [5, -1]}, "timesteps must be a list of numbers, at least 0 and at"),
+    ("nothing", [], {"sigmas": [0.1, 0.2]}, "sigmas must be numbers in descending order, got [0.1, 0.2]"),
+    ("text", ["a"], {"sigmas": [math.inf]}, "sigmas must be a list of numbers, at least 0 and at most"),
+    ("nothing", [], {"height": 0}, "height must be an integer, at least 1 and at most 65,536, got 0"),
+    ("text", ["a"], {"width": 8.0}, "width must be an integer, at least 1 and at most 65,536, got 8.0"),
+    ("nothing", [999], {"height": 65_536, "width": 65_536}, "999 images of 65536 x 65536 pixels would take at least "),
     ("nothing", [], {"output_type": "jpg"}, "output_type must be one of ('pil', 'np', 'pt', 'latent'), got 'jpg'"),
     ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among ['latents', 'prompt_embeds']"),
 ]  # fmt: skip
@@ -154,6 +168,20 @@ class TestComponents:
         unet = build("UNet2DModel", "nothing")
         with pytest.raises(UserError, match=r"the vae's latents must have 3 channels, got 4"):
             ScaleLongUnconditionalPipeline(unet, DDIMScheduler(), vae=tiny_vae)
+
+    def test_rejects_a_latent_scale_out_of_bounds(self, build, tiny_vae):
+        unet = build("UViTModel", "nothing", in_channels=4)
+        for scale in (1e-300, 0, math.inf):
+            with pytest.raises(
+                UserError, match=r"latent_scale must be a number, at least 0\.0001 and at most 10,000, got"
+            ):
+                ScaleLongUnconditionalPipeline(unet, DDIMScheduler(), vae=tiny_vae, latent_scale=scale)
+
+    @pytest.mark.parametrize("size", ["8", [10**6, 8], 65_536, -8, 8.5])
+    def test_rejects_an_absurd_size_in_a_config(self, build, quiet, size):
+        unet = build("UNet2DModel", "nothing", sample_size=size)
+        with pytest.raises(UserError, match=r"height must be an integer|65536 x 65536 pixels would take at least"):
+            quiet(ScaleLongUnconditionalPipeline, unet, DDIMScheduler())(999, num_inference_steps=1)
 
     def test_needs_a_size_if_the_model_has_none(self, build, quiet):
         pipe = quiet(

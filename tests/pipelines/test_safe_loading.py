@@ -247,6 +247,13 @@ def test_loads_shards_in_its_folder(folder):
     assert all(torch.equal(weight, again[name]) for name, weight in unet.state_dict().items())
 
 
+@pytest.mark.parametrize(("component", "entry"), [("unet", "layers_per_block"), ("text_encoder", "num_hidden_layers")])
+def test_rejects_absurdly_deep_models(folder, component, entry):
+    change_json(folder / component / "config.json", **{entry: 20_000})
+    with pytest.raises(UserError, match=rf"{folder} has a config for more than 10,000 weight tensors, the limit"):
+        load_pipeline(folder)
+
+
 @pytest.mark.parametrize("path", ["../elsewhere.safetensors", "/elsewhere.safetensors", "sub/a.safetensors", "..", 5])
 @pytest.mark.parametrize("component", sorted(WEIGHTS))
 def test_rejects_shards_in_other_folders(folder, component, path):

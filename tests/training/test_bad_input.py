@@ -1,5 +1,6 @@
 """Bad input ends in one line and exit code 2 before anything takes long, and leaves nothing behind."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
     [
         # Rejected by the parser. test_config.py has more such cases.
         ({"learning_rat": 1}, "unknown argument '--learning_rat' (did you mean '--learning_rate'?)"),
-        ({"train_batch_size": 0}, "--train_batch_size must be an integer, at least 1, got 0"),
+        ({"train_batch_size": 0}, "--train_batch_size must be an integer, at least 1 and at most 1,000,000, got 0"),
         ({"skip_scaling": "cd"}, "--skip_scaling must be one of none, inv_sqrt2, constant, cs, compensated_cs, "),
         ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path cannot be combined"),
         ({"dataset_name": ""}, "dataset_name must be a string that is not empty, got ''"),
@@ -87,7 +88,12 @@ def test_rejects_models_that_do_not_fit(refused, tiny_config, tmp_path):
         few_classes
     )
     (tmp_path / "empty").mkdir()
+    huge, misspelled = tmp_path / "huge.json", tmp_path / "misspelled.json"
+    huge.write_text(json.dumps({"_class_name": "UNet2DModel", "block_out_channels": [200_000] * 4}))
+    misspelled.write_text(json.dumps({"_class_name": "UViTModel", "sample_size": 8, "hiden_size": 16}))
     rows = [
+        ({"model_config_name_or_path": huge}, f"the weights of {huge} would take at least "),
+        ({"model_config_name_or_path": misspelled}, "unknown entry 'hiden_size' (did you mean 'hidden_size'?)"),
         ({"model_config_name_or_path": tmp_path}, "the model takes 4 channels, but the images have 3"),
         ({"model_config_name_or_path": few_classes, **classes}, "has num_class_embeds=5, but the data needs 31"),
         ({"model_config_name_or_path": few_classes}, "takes class_labels, but this script passes none"),

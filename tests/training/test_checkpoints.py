@@ -170,7 +170,7 @@ def test_a_link_to_another_file_is_not_followed(tmp_path, monkeypatch):
     assert json.loads(file.read_text()) == {"a": 1}
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
     file.with_name(".settings.json.guessed.part").symlink_to(other)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(UserError, match=r"settings\.json cannot be written: .*File exists"):
         write_json(file, {"a": 2})
     assert (other.read_text(), json.loads(file.read_text())) == ("mine", {"a": 1})
 
@@ -188,6 +188,15 @@ def test_json_is_written_atomically(tmp_path):
         write_json(file, {"a": object()})
     assert file.read_text() == '{\n  "a": 1\n}\n'
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_names_the_file_on_a_full_disk(tmp_path, full_disk):
+    with (
+        full_disk(100),
+        pytest.raises(UserError, match=rf"{tmp_path}/settings\.json cannot be written: .*File too large"),
+    ):
+        write_json(tmp_path / "settings.json", ["many words"] * 100)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("limit", range(1, 8))

@@ -133,7 +133,7 @@ def test_presets_fill_in_and_flags_override():
         assert preset.training.items() <= settings.items()
         assert settings["resolution"] == preset.config["sample_size"] * (8 if preset.is_latent else 1)
         assert settings["skip_scaling"] == "cs"
-        changes = {"learning_rate": 7.0, "random_flip": False, "train_batch_size": 2, "resolution": 32}
+        changes = {"learning_rate": 0.7, "random_flip": False, "train_batch_size": 2, "resolution": 32}
         changed = flat_options(make_config(config_class, preset=preset.name, **latent, **changes))
         assert changed == settings | changes | {"total_batch_size": None}
 
@@ -170,14 +170,21 @@ def test_nested_configs_equal_options_by_flag():
 def test_rejects_unknown_and_invalid_options():
     rows = [
         ({"learning_rat": 1}, r"TrainingConfig has no option 'learning_rat' \(did you mean 'learning_rate'\?\)"),
-        ({"learning_rate": -1}, "learning_rate must be a number, at least 0, got -1"),
+        ({"learning_rate": -1}, "learning_rate must be a number, at least 1e-12 and at most 1, got -1"),
+        ({"learning_rate": 0}, "learning_rate must be a number, at least 1e-12 and at most 1, got 0"),
+        ({"learning_rate": math.inf}, "learning_rate must be a number, .*, got inf"),
+        ({"learning_rate": 1e30}, r"learning_rate must be a number, .*, got 1e\+30"),
         ({"ema_decay": 1}, "ema_decay must be a number, at least 0 and below 1, got 1"),
-        ({"snr_gamma": 0}, "snr_gamma must be a number, above 0, got 0"),
-        ({"adam_epsilon": math.nan}, "adam_epsilon must be a number, above 0, got nan"),
-        ({"num_eval_images": 1}, "num_eval_images must be an integer, at least 2, got 1"),
-        ({"train_batch_size": 2.5}, "train_batch_size must be an integer, at least 1, got 2.5"),
+        ({"snr_gamma": 0}, "snr_gamma must be a number, at least 0.001 and at most 1,000,000, got 0"),
+        ({"adam_epsilon": math.nan}, "adam_epsilon must be a number, at least 1e-20 and at most 100, got nan"),
+        ({"num_eval_images": 1}, "num_eval_images must be an integer, at least 2 and at most 10,000,000, got 1"),
+        ({"train_batch_size": 2.5}, "train_batch_size must be an integer, at least 1 and at most 1,000,000, got 2.5"),
         ({"lr_scheduler": "cosin"}, r"lr_scheduler must be one of linear, .*\(did you mean 'cosine'\?\)"),
         ({"model_type": "unet", "preset": "cifar10-unet"}, "--preset and --model_type cannot be combined"),
+        ({"latent_scale": 1e-300}, "latent_scale must be a number, at least 0.0001 and at most 10,000, got 1e-300"),
+        ({"logging_dir": "../../up"}, r"logging_dir must not lead out of --output_dir, got '\.\./\.\./up'"),
+        ({"logging_dir": "/up"}, "logging_dir must not lead out of --output_dir, got '/up'"),
+        ({"tracker_project_name": "a/../../b"}, r"tracker_project_name must not lead out of --output_dir, got 'a/\."),
         ({"latent_scale": 0.2}, "--latent_scale needs --pretrained_vae_model_name_or_path"),
         ({"hub_model_id": "user/name"}, "--hub_model_id needs --push_to_hub"),
         ({"hub_private_repo": True}, "--hub_private_repo needs --push_to_hub"),

@@ -205,8 +205,8 @@ def test_mistakes_are_reported_before_the_first_step(refused, evaluation, make_n
     _, smaller = reference_statistics(open_reference("shapes", 8, num_shapes=5), features, tmp_path / "smaller")
     rows = [
         ({"eval_metric": "fit"}, "unknown metric 'fit' (did you mean 'fid'?); accepted: fid, kid"),
-        ({"num_eval_images": 1}, "--num_eval_images must be an integer, at least 2, got 1"),
-        ({"eval_steps": -1}, "--eval_steps must be an integer, at least 0, got -1"),
+        ({"num_eval_images": 1}, "--num_eval_images must be an integer, at least 2 and at most 10,000,000, got 1"),
+        ({"eval_steps": -1}, "--eval_steps must be an integer, at least 0 and at most 1,000,000,000, got -1"),
         ({"eval_features": "nowhere/at-all"}, "nowhere/at-all"),
         ({"eval_reference": "no/such/folder"}, "the reference no/such/folder does not exist"),
         ({"eval_reference": "gone.safetensors"}, "gone.safetensors does not exist"),

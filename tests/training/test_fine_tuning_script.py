@@ -400,7 +400,7 @@ class TestRejects:
         [
             ({"preset": "mscoco-unet"}, "unknown argument '--preset'"),
             ({"lora_ranks": 4}, "unknown argument '--lora_ranks' (did you mean '--lora_rank'?)"),
-            ({"lora_rank": 0}, "--lora_rank must be an integer, at least 1, got 0"),
+            ({"lora_rank": 0}, "--lora_rank must be an integer, at least 1 and at most 8,192, got 0"),
             ({"lora_alpha": 2}, "lora_alpha=2.0 needs lora_rank"),
             ({"kappa": 0.5}, "--kappa needs a method in skip_scaling"),
             (

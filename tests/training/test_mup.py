@@ -78,8 +78,8 @@ def test_resumes_exactly_and_only_with_the_same_base(wide_run, assert_same_run):
             "--mup_base_width 64 is for a U-ViT, and the model is a ScaleLongUNet2DModel",
         ),
         ({"hidden_size": 20}, "--hidden_size must be a multiple of 8, the width of a head, got 20"),
-        ({"mup_base_width": 12}, "mup_base_width must be a positive multiple of the head width 8"),
-        ({"mup_base_width": 0}, "--mup_base_width must be an integer, at least 1, got 0"),
+        ({"mup_base_width": 12}, "mup_base_width must be a multiple of the head width 8"),
+        ({"mup_base_width": 0}, "--mup_base_width must be an integer, at least 1 and at most 65,536, got 0"),
     ],
 )
 def test_rejects(refused, changes, message):

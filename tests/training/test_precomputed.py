@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.data import DataConfig, load_training_data
-from scalelong_diffusers.data.precomputed import is_complete_shard, save_shard
+from scalelong_diffusers.data.precomputed import is_complete_shard, read_index, save_shard
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder
 from scalelong_diffusers.train import (
@@ -308,8 +308,19 @@ def test_rejects_damaged_folders(damaged):
         load(damaged)
     index = json.loads((damaged / "index.json").read_text())
     (damaged / "index.json").write_text(json.dumps({**index, "format_version": 7}))
-    with pytest.raises(UserError, match="must have format_version 3, got 7"):
+    with pytest.raises(UserError, match="must have format_version 4, got 7"):
         load(damaged)
+
+
+def test_rejects_an_index_with_a_flipped_bit(damaged):
+    index = damaged / "index.json"
+    content = index.read_bytes()
+    for place in range(0, len(content), 7):
+        index.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        with pytest.raises(
+            UserError, match=r"index\.json (is not valid JSON|has changed since|must have format_version)"
+        ):
+            read_index(damaged)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -380,7 +380,7 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(launch, train, sto
     code, _, errors = launch(folder, prepare=limit_file_sizes, **RESUME).wait()
     assert code == 1
     last = errors.splitlines()[-1]
-    assert "cannot write the checkpoint of step 8: " in last
+    assert f"cannot write the checkpoint of step 8 in {folder}: " in last
     assert "File too large" in last
     assert last.endswith(f"the last checkpoint is {folder / 'checkpoint-4'}")
     assert checkpoints_in(folder) == ["checkpoint-4"]
@@ -388,10 +388,13 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(launch, train, sto
     train(folder, **RESUME)
 
 
-def test_full_disk_without_a_checkpoint(launch, tmp_path):
+@pytest.mark.parametrize("tracker", ["none", "tensorboard"])
+def test_full_disk_without_a_checkpoint(launch, tmp_path, tracker):
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))  # noqa: E731
-    running = launch(tmp_path / "run", prepare=limit, max_train_steps=400, checkpointing_steps=1000)
+    options = {"max_train_steps": 400, "checkpointing_steps": 1000, "report_to": tracker}
+    running = launch(tmp_path / "run", prepare=limit, **options)
     code, _, errors = running.wait()
     assert code == 1
-    assert "cannot write the log: [Errno 27] File too large; there is no checkpoint" in errors.splitlines()[-1]
+    message = f"cannot write the log in {tmp_path / 'run'}: [Errno 27] File too large; there is no checkpoint"
+    assert message in errors.splitlines()[-1]
     assert "Traceback" not in errors

@@ -12,6 +12,8 @@ from scalelong_diffusers.training.step import optimizer_groups
 
 
 UVIT = {"sample_size": 8, "patch_size": 2, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2}
+# The first step of a warm-up has the learning rate 0.
+UNTRAINED = ("--max_train_steps", "1", "--lr_scheduler", "constant_with_warmup")
 
 
 @pytest.fixture(params=["uvit", "unet"])
@@ -75,7 +77,7 @@ def test_flags_reach_the_model_and_its_optimizer(model, tmp_path):
 def test_start_of_a_stored_config_is_kept_or_replaced(tmp_path):
     config = tmp_path / "config.json"
     UViTModel(**UVIT, skip_init="sum").to_json_file(config)
-    flags = ("--model_config_name_or_path", str(config), "--learning_rate", "0")
+    flags = ("--model_config_name_or_path", str(config), *UNTRAINED)
     run(tmp_path / "kept", *flags)
     run(tmp_path / "replaced", *flags, "--skip_init", "reference")
     kept, replaced = (UViTModel.from_pretrained(tmp_path / name / "unet") for name in ("kept", "replaced"))
@@ -95,12 +97,12 @@ def test_rejects_an_unknown_start_with_one_line(tmp_path, capsys):
 
 
 def test_built_in_models_start_as_recommended_and_presets_as_in_the_paper(tmp_path):
-    settings = run(tmp_path / "uvit", "--learning_rate", "0")
+    settings = run(tmp_path / "uvit", *UNTRAINED)
     assert [settings[name] for name in ("skip_init", "zero_init_residual", "skip_lr_scale")] == ["sum", False, 0.1]
     unet = UViTModel.from_pretrained(tmp_path / "uvit" / "unet")
     assert (unet.config.skip_init, unet.config.block_scale) == ("sum", "rezero")
     assert torch.equal(unet.out_blocks[0].skip_proj.weight, torch.eye(256))
-    settings = run(tmp_path / "unet", "--model_type", "unet", "--learning_rate", "0")
+    settings = run(tmp_path / "unet", "--model_type", "unet", *UNTRAINED)
     assert [settings[name] for name in ("skip_init", "zero_init_residual", "skip_lr_scale")] == ["zero", True, 1.0]
     unet = ScaleLongUNet2DModel.from_pretrained(tmp_path / "unet" / "unet")
     assert not any(end.weight.any() for end in unet.skip_layout.branch_ends(unet))
