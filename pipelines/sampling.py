@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.files import atomic_write, remove_leftovers, write_json
 from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.locks import locked
 from scalelong_diffusers.options import check_options, option
@@ -111,6 +111,7 @@ class Sampling:
         team = processes()
         with locked(self.folder):
             run_on_main_process(lambda: _check_folder(self.folder, self._settings))  # again: now nobody can change it
+            run_on_main_process(lambda: remove_leftovers(self.folder))
             missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
             # No process changes the folder before all have listed the missing images.
             run_on_main_process(self._write_settings)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 
 from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import checksum, read_json_file, sync, write_json
+from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
 from scalelong_diffusers.training.step import is_fused
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
 _PREFIX = "checkpoint-"
-# Folders with these prefixes are being written or removed. They do not count as checkpoints.
-PARTIAL, _OLD = ".scalelong-partial-", ".scalelong-old-"
+_OLD = f"{PARTIAL}old-"
 
 
 class Checkpoints:
@@ -96,12 +96,6 @@ class Checkpoints:
                 "another folder"
             )
         raise UserError(f"{self.folder} has no checkpoint to resume from; omit the flag to start a new run")
-
-    def remove_leftovers(self):
-        """Remove folders that a killed run left half-written or half-removed."""
-        for prefix in (PARTIAL, _OLD):
-            for path in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(path)
 
     def _remove_beyond_limit(self, newest: Path):
         if self.limit is None:
@@ -175,13 +169,11 @@ def check_folder(checkpoints: Checkpoints, is_new: bool):
 
 
 def _check_writable(folder: Path):
-    """Try to write into a folder, and remove the created files: a rejected run leaves nothing behind."""
+    """Try to write into a folder, and remove the created folders: a rejected run leaves nothing behind."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     finally:
         for path in created:
             with suppress(OSError):  # another run may have started in the same parent

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import write_json
+from scalelong_diffusers.files import remove_leftovers, write_json
 from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.patching import set_skip_scaling_strength
@@ -34,7 +34,13 @@ from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, 
 from scalelong_diffusers.training.config import RunConfig
 from scalelong_diffusers.training.latents import check_autoencoder, encode_images
 from scalelong_diffusers.training.models import build_model, load_vae
-from scalelong_diffusers.training.monitoring import MetricsFile, SampleEvaluation, save_sample_grid, validation_losses
+from scalelong_diffusers.training.monitoring import (
+    SAMPLES_FOLDER,
+    MetricsFile,
+    SampleEvaluation,
+    save_sample_grid,
+    validation_losses,
+)
 from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
@@ -502,7 +508,8 @@ class TrainingRun:
     def _take_folder(self):
         """Lock the folder, and remove what a killed run left half-written."""
         run_on_main_process(self._lock.acquire)
-        run_on_main_process(self.checkpoints.remove_leftovers)
+        for folder in (self.folder, self.folder / SAMPLES_FOLDER):
+            run_on_main_process(partial(remove_leftovers, folder))
 
     @contextmanager
     def _released_on_errors(self):

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from diffusers import DiffusionPipeline
 
+from scalelong_diffusers.files import PARTIAL
 from scalelong_diffusers.hub import adapters
 from scalelong_diffusers.hub.model_card import CardFacts
 from scalelong_diffusers.hub.sharing import push_adapter, push_to_hub
 from scalelong_diffusers.image_files import read_image
-from scalelong_diffusers.training.checkpoints import PARTIAL, replace_folder
+from scalelong_diffusers.training.checkpoints import replace_folder
+from scalelong_diffusers.training.monitoring import SAMPLES_FOLDER
 
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: M
     """Push to the Hub. A failure is only a warning, since the result is already saved."""
     options, output = run.config.optimization, run.config.output
     loss = run.metrics.last("validation_loss")
-    grids = sorted((run.folder / "samples").glob("*.png"))
+    grids = sorted((run.folder / SAMPLES_FOLDER).glob("*.png"))
     facts = {
         "preset": run.settings.get("preset"),
         "training_data": run.data.description,

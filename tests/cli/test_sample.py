@@ -156,6 +156,14 @@ class TestResume:
         assert ": 3 images, 2 of them new" in sample(unconditional, "--out", out, "-n", 3, *FAST)[1]
         assert (out / "000001.png").read_bytes() == complete
 
+    def test_removes_only_its_own_leftovers(self, sample, unconditional, tmp_path):
+        out = tmp_path / "out"
+        for name in (".scalelong-partial-0123/000000.png", ".partial-1/a.txt"):
+            (out / name).parent.mkdir(parents=True)
+            (out / name).write_text("a")
+        assert sample(unconditional, "--out", out, "-n", 1, *FAST)[0] == 0
+        assert names_in(out) == [".partial-1", "000000.png", "grid.png", "sample.json"]
+
     def test_names_damaged_images(self, sample, unconditional, tmp_path):
         out = tmp_path / "out"
         sample(unconditional, "--out", out, "-n", 3, *FAST)
