@@ -23,6 +23,8 @@ from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
+from scalelong_diffusers.training.monitoring import METRICS_FILE
+from scalelong_diffusers.training.settings import SETTINGS_FILE
 from scalelong_diffusers.training.step import is_fused
 
 
@@ -34,6 +36,8 @@ CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
 _PREFIX = "checkpoint-"
 _OLD = f"{PARTIAL}old-"
+# The folders of pipelines' components.
+_COMPONENTS = ("unet", "vae", "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 class Checkpoints:
@@ -163,9 +167,19 @@ def check_folder(checkpoints: Checkpoints, is_new: bool):
             "folder"
         )
     contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
+    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE)
+    contents |= {name: f"{name}, which the run would replace" for name in (*logs, *_COMPONENTS)}
     for name, what in contents.items():
         if (folder / name).exists():
             raise UserError(f"--output_dir {folder} holds {what}: pass another folder")
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a run has begun in the folder. If it has no checkpoint, it can only be started again."""
+    try:
+        return "data_fingerprint" in read_json_file(folder / SETTINGS_FILE)
+    except UserError:
+        return False
 
 
 def _check_writable(folder: Path):

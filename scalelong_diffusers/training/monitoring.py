@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.training.run import LossesOf, MakeImages, TrainingRun
 
 BINS = 10
-SAMPLES_FOLDER = "samples"
+SAMPLES_FOLDER, METRICS_FILE = "samples", "metrics.jsonl"
 
 
 def validation_losses(run: "TrainingRun", losses_of: "LossesOf") -> dict[str, Any]:

@@ -35,6 +35,7 @@ from scalelong_diffusers.training.config import RunConfig
 from scalelong_diffusers.training.latents import check_autoencoder, encode_images
 from scalelong_diffusers.training.models import build_model, load_vae
 from scalelong_diffusers.training.monitoring import (
+    METRICS_FILE,
     SAMPLES_FOLDER,
     MetricsFile,
     SampleEvaluation,
@@ -44,6 +45,7 @@ from scalelong_diffusers.training.monitoring import (
 from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
+    SETTINGS_FILE,
     RunSize,
     check_same_settings,
     describe_settings,
@@ -51,8 +53,6 @@ from scalelong_diffusers.training.settings import (
 )
 from scalelong_diffusers.training.step import OptimizerStep, adamw, parameter_groups
 
-
-SETTINGS_FILE = "settings.json"
 
 Models = Mapping[str, nn.Module]
 LossesOf = Callable[[Models, Batch], torch.Tensor]
@@ -93,7 +93,7 @@ class TrainingRun:
         self.accelerator = make_accelerator(config)
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self._lock = FolderLock(self.folder)
         self.global_step = 0
         self.progress = Progress()
