@@ -12,6 +12,7 @@ from scalelong_diffusers.pipelines.base import Callback, Generators, SamplingPip
 from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, unwrap_model
 from scalelong_diffusers.pipelines.text_encoding import (
     check_text_width,
+    check_tokenizer,
     hidden_states,
     max_tokens,
     tokenize,
@@ -55,6 +56,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         self._set_up(unet, scheduler, vae, latent_scale, text_encoder=text_encoder, tokenizer=tokenizer)
         if text_encoder is not None:
             check_text_width(text_encoder, unwrap_model(unet))
+            if tokenizer is not None:
+                check_tokenizer(tokenizer, text_encoder)
 
     @torch.no_grad()
     def __call__(
@@ -137,6 +140,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
                     "guidance_scale=1 for no negative prompt"
                 )
             prompts = [prompt] if isinstance(prompt, str) else prompt
+            if not prompts:
+                raise UserError(f"{name} must be a text or a list of texts, got {prompt!r}")
             limit = max_tokens(self.text_encoder, self.tokenizer, model)
             for warning in truncation_warnings("prompt", prompts, self.tokenizer, limit):
                 logger.warning("%s", warning)

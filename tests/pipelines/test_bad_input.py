@@ -39,6 +39,7 @@ CALLS = [
     ("plain classes", [-1], {}, "class -1 is unknown; accepted: 0..4"),
     ("classes", [1.5], {}, "class 1.5 is unknown; accepted: 0..3"),
     ("text", [], {}, "pass either prompt or prompt_embeds"),
+    ("text", [[]], {}, "prompt must be a text or a list of texts, got []"),
     ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass either prompt or prompt_embeds, not both"),
     ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; pass prompt_embeds"),
     ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale"),
@@ -233,6 +234,20 @@ class TestFolders:
         file = text_folder / "tokenizer" / name
         file.write_bytes(file.read_bytes()[:50])
         with pytest.raises(UserError, match=rf"{name} is not valid JSON: "):
+            load_pipeline(text_folder)
+
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ('"<|startoftext|>"', '"<|startofdext|>"', "they do not belong together"),
+            ('"model_max_length": 12', '"model_max_length": "1"', "integer model_max_length of at least 2, got '1'"),
+        ],
+    )
+    def test_rejects_a_tokenizer_that_was_changed(self, text_folder, before, after, message):
+        """The tokenizer would give token numbers that the text encoder does not have, or no tokens."""
+        file = text_folder / "tokenizer" / "tokenizer_config.json"
+        file.write_text(file.read_text().replace(before, after))
+        with pytest.raises(UserError, match=message):
             load_pipeline(text_folder)
 
     def test_rejects_an_unknown_source(self):
