@@ -230,7 +230,10 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
 
 def _check_folder(folder: Path, settings: dict[str, Any]):
     """Reject a folder whose images were made with other settings or by another program."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"cannot use --output_dir {folder}: {error}") from error
     before = read_sample_settings(folder)
     problem = None
     if not existing.is_dir():
@@ -265,7 +268,8 @@ def read_sample_settings(folder: Path) -> dict[str, Any] | None:
     """Return the settings of a folder's images, or None if `scalelong sample` did not make them."""
     settings = read_json(folder, SAMPLE_SETTINGS) if folder.is_dir() else None
     names = {*SampleConfig.__dataclass_fields__, "sampler"}
-    return settings if settings is not None and names <= settings.keys() else None
+    is_own = settings is not None and names <= settings.keys() and isinstance(settings["model"], str)
+    return settings if is_own else None
 
 
 def is_sample_grid(file: str | os.PathLike) -> bool:
