@@ -179,6 +179,8 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         """Set the scheduler's timesteps. They stay on the CPU: schedulers read their values in each step."""
         check_size("num_inference_steps", num_inference_steps)
         given = {name: v for name, v in {"timesteps": timesteps, "sigmas": sigmas}.items() if v is not None}
+        if unknown := set(given).difference(inspect.signature(self.scheduler.set_timesteps).parameters):
+            raise UserError(f"{type(self.scheduler).__name__} takes no {min(unknown)}: use another scheduler")
         self.scheduler.set_timesteps(**(given or {"num_inference_steps": num_inference_steps}), device="cpu")
         return self.scheduler.timesteps
 

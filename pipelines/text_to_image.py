@@ -124,6 +124,11 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
             if negative_prompt is None and negative_prompt_embeds is None:
                 negative_prompt = ""
             negative_prompt_embeds = self._embeds("negative_prompt", negative_prompt, negative_prompt_embeds)
+            if len(negative_prompt_embeds) not in (1, len(prompt_embeds)):
+                raise UserError(
+                    f"there must be one negative prompt, or one for each of the {len(prompt_embeds)} prompts, got "
+                    f"{len(negative_prompt_embeds)}"
+                )
             if len(negative_prompt_embeds) == 1:
                 negative_prompt_embeds = negative_prompt_embeds.expand(len(prompt_embeds), -1, -1)
             negative_prompt_embeds = negative_prompt_embeds.repeat_interleave(num_images_per_prompt, dim=0)

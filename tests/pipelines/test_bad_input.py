@@ -40,6 +40,7 @@ CALLS = [
     ("classes", [1.5], {}, "class 1.5 is unknown; accepted: 0..3"),
     ("text", [], {}, "pass either prompt or prompt_embeds"),
     ("text", [[]], {}, "prompt must be a text or a list of texts, got []"),
+    ("text", ["a"], {"negative_prompt": ["b", "c"]}, "one for each of the 1 prompts, got 2"),
     ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass either prompt or prompt_embeds, not both"),
     ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; pass prompt_embeds"),
     ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be at least 0 (1: no guidance) and guidance_rescale"),
@@ -57,6 +58,7 @@ CALLS = [
     ("text", ["a"], {"num_images_per_prompt": 0}, "batch_size must be at least 1, got 0"),
     ("embeds", [], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass negative_prompt_embeds, or guidance_scale=1"),
     ("nothing", [], {"num_inference_steps": 0}, "num_inference_steps must be at least 1, got 0"),
+    ("nothing", [], {"sigmas": [1.0]}, "DDIMScheduler takes no sigmas: use another scheduler"),
     ("nothing", [], {"output_type": "jpg"}, "output_type must be one of ('pil', 'np', 'pt', 'latent'), got 'jpg'"),
     ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among ['latents', 'prompt_embeds']"),
 ]  # fmt: skip
