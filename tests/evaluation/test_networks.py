@@ -119,7 +119,7 @@ class TestRejects:
     def test_features_that_are_not_finite(self, make_network, tmp_path):
         config = make_network(tmp_path / "nan") / "preprocessor_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "image_mean": [math.nan] * 3}))
-        with pytest.raises(UserError, match="nan has no image features: those of ViTModel are not finite"):
+        with pytest.raises(UserError, match="nan has no image features: ViTModel gives values that are not finite"):
             load_features(str(tmp_path / "nan"))
 
     @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
