@@ -169,7 +169,10 @@ def _load_saved(folder: Path, files: list[str], ignored: Counter[Kind], where: s
         except UserError as error:
             raise UserError(f"{where} cannot be read because of {path}: {error}") from error
     saved = datasets.load_from_disk(str(folder))
-    return saved if isinstance(saved, DatasetDict) else {"train": saved}
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    for rows in splits.values():
+        rows.data.validate(full=True)  # Arrow maps the files into memory, and offsets in them may point outside
+    return splits
 
 
 def _load_images(
