@@ -219,10 +219,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         model, factor = unwrap_model(self.unet), vae_factor(self.vae)
         if latents is not None and latents.ndim == 4:
             height, width = height or latents.shape[2] * factor, width or latents.shape[3] * factor
-        height, width = self.image_size(height, width)
-        if self._execution_device.type == "cpu":  # on other devices torch raises an error
-            size = batch_size * height * width * bytes_per_pixel(model, factor)
-            check_memory(f"{batch_size} images of {height} x {width} pixels", size)
+        height, width = self.image_size(height, width, batch_size)
         shape = (batch_size, model.config.in_channels, height // factor, width // factor)
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=model.dtype)
@@ -231,17 +228,24 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
         return latents.to(self._execution_device, model.dtype) * self.scheduler.init_noise_sigma
 
     @check_arguments
-    def image_size(self, height: Side = None, width: Side = None) -> tuple[int, int]:
-        """Return the height and width of the images. None means the size that the model was trained for."""
+    def image_size(self, height: Side = None, width: Side = None, batch_size: int = 1) -> tuple[int, int]:
+        """
+        Return the height and width of the images. None means the size that the model was trained for.
+
+        Raise a `UserError` if a batch of such images cannot fit into the memory.
+        """
         model, factor = unwrap_model(self.unet), vae_factor(self.vae)
         if height is None or width is None:
             size = model.config.sample_size
             if size is None:
                 raise UserError(f"pass height and width: this {type(model).__name__} has no sample_size")
             default_height, default_width = size if isinstance(size, tuple | list) else (size, size)
-            return self.image_size(height or default_height * factor, width or default_width * factor)
+            return self.image_size(height or default_height * factor, width or default_width * factor, batch_size)
         check_size("height", height, size_multiple(model) * factor)
         check_size("width", width, size_multiple(model) * factor)
+        if self._execution_device.type == "cpu":  # on other devices torch raises an error
+            size = batch_size * height * width * bytes_per_pixel(model, factor)
+            check_memory(f"{batch_size} images of {height} x {width} pixels", size)
         return height, width
 
     def _to_output(self, latents: torch.Tensor, output_type: str, return_dict: bool) -> ImagePipelineOutput | tuple:

@@ -119,7 +119,7 @@ def set_timesteps(scheduler: SchedulerMixin, num_inference_steps: int):
 
 
 def check_schedule(scheduler: SchedulerMixin, given: Mapping[str, Sequence[float]]):
-    """Check that custom timesteps or sigmas descend, and that the model knows the timesteps."""
+    """Check that custom timesteps or sigmas descend, that the model knows them, and that the scheduler takes them."""
     for name, values in given.items():
         if not values or any(later >= earlier for earlier, later in pairwise(values)):
             raise UserError(f"{name} must be numbers in descending order, got {values!r:.200}")
@@ -128,6 +128,8 @@ def check_schedule(scheduler: SchedulerMixin, given: Mapping[str, Sequence[float
         raise UserError(
             f"timesteps must be below {limit}, the scheduler's num_train_timesteps, got {given['timesteps']!r:.200}"
         )
+    if unknown := set(given).difference(inspect.signature(scheduler.set_timesteps).parameters):
+        raise UserError(f"{type(scheduler).__name__} takes no {min(unknown)}: use another scheduler")
 
 
 def check_channels(model: nn.Module, vae: Autoencoder | None):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from scalelong_diffusers.download import read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.files import atomic_write, remove_leftovers, write_json
 from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.locks import locked
 from scalelong_diffusers.options import check_options, option
@@ -100,7 +100,7 @@ class Sampling:
         if config.guidance_scale is not None:
             pipe.set_guidance(config.guidance_scale)
         set_timesteps(pipe.scheduler, config.num_inference_steps)
-        pipe.image_size(config.height, config.width)
+        pipe.image_size(config.height, config.width, min(batch_size, num_images))
         self._settings = {
             **asdict(config),
             "guidance_scale": _guidance_scale(pipe, config),
@@ -118,6 +118,7 @@ class Sampling:
         team = processes()
         with locked(self.folder):
             run_on_main_process(lambda: _check_folder(self.folder, self._settings))  # again: now nobody can change it
+            run_on_main_process(lambda: remove_leftovers(self.folder))
             missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
             # No process changes the folder before all have listed the missing images.
             run_on_main_process(lambda: write_json(self.folder / SAMPLE_SETTINGS, self._settings))
@@ -232,9 +233,12 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
 
 def _check_folder(folder: Path, settings: dict[str, Any]):
     """Reject a folder of a model, or with images that were made with other settings or by another program."""
-    if (folder / INDEX).exists() or any(folder.glob("*config.json")):
-        raise UserError(f"{folder} holds a pipeline or a model: pass another --output_dir")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        if (folder / INDEX).exists() or any(folder.glob("*config.json")):
+            raise UserError(f"{folder} holds a pipeline or a model: pass another --output_dir")
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"cannot use --output_dir {folder}: {error}") from error
     before = read_sample_settings(folder)
     problem = None
     if not existing.is_dir():
@@ -269,7 +273,8 @@ def read_sample_settings(folder: Path) -> dict[str, Any] | None:
     """Return the settings of a folder's images, or None if `scalelong sample` did not make them."""
     settings = read_json(folder, SAMPLE_SETTINGS) if folder.is_dir() else None
     names = {*SampleConfig.__dataclass_fields__, "sampler"}
-    return settings if settings is not None and names <= settings.keys() else None
+    is_own = settings is not None and names <= settings.keys() and isinstance(settings["model"], str)
+    return settings if is_own else None
 
 
 def is_sample_grid(file: str | os.PathLike) -> bool:

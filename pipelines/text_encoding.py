@@ -104,6 +104,9 @@ def check_text_width(text_encoder: CLIPTextModel, model: nn.Module):
 
 def check_tokenizer(tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel):
     """Check that the tokenizer belongs to the text encoder."""
+    limit = tokenizer.model_max_length
+    if not isinstance(limit, int) or limit < 2:  # for the start and the end of a text
+        raise UserError(f"the tokenizer must have an integer model_max_length of at least 2, got {limit!r}")
     known, embedded = len(tokenizer), text_encoder.config.vocab_size
     end, expected = tokenizer.eos_token_id, text_encoder.config.eos_token_id
     is_early = expected == _EOS_IN_EARLY_CONFIGS

@@ -13,6 +13,7 @@ from scalelong_diffusers.pipelines.base import Callback, Count, Eta, Floats, Gen
 from scalelong_diffusers.pipelines.compatibility import Autoencoder, Denoiser, unwrap_model
 from scalelong_diffusers.pipelines.text_encoding import (
     check_text_width,
+    check_tokenizer,
     hidden_states,
     max_tokens,
     tokenize,
@@ -56,6 +57,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
         self._set_up(unet, scheduler, vae, latent_scale, text_encoder=text_encoder, tokenizer=tokenizer)
         if text_encoder is not None:
             check_text_width(text_encoder, unwrap_model(unet))
+            if tokenizer is not None:
+                check_tokenizer(tokenizer, text_encoder)
 
     @torch.no_grad()
     @check_arguments
@@ -123,6 +126,11 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
             if negative_prompt is None and negative_prompt_embeds is None:
                 negative_prompt = ""
             negative_prompt_embeds = self._embeds("negative_prompt", negative_prompt, negative_prompt_embeds)
+            if len(negative_prompt_embeds) not in (1, len(prompt_embeds)):
+                raise UserError(
+                    f"there must be one negative prompt, or one for each of the {len(prompt_embeds)} prompts, got "
+                    f"{len(negative_prompt_embeds)}"
+                )
             if len(negative_prompt_embeds) == 1:
                 negative_prompt_embeds = negative_prompt_embeds.expand(len(prompt_embeds), -1, -1)
             negative_prompt_embeds = negative_prompt_embeds.repeat_interleave(num_images_per_prompt, dim=0)
@@ -139,6 +147,8 @@ class ScaleLongTextToImagePipeline(SamplingPipeline):
                     "guidance_scale=1 for no negative prompt"
                 )
             prompts = [prompt] if isinstance(prompt, str) else prompt
+            if not prompts:
+                raise UserError(f"{name} must be a text or a list of texts, got {prompt!r}")
             limit = max_tokens(self.text_encoder, self.tokenizer, model)
             for warning in truncation_warnings("prompt", prompts, self.tokenizer, limit):
                 logger.warning("%s", warning)

@@ -5,6 +5,7 @@ import json
 import os
 import reprlib
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import torch
 from safetensors import SafetensorError
 
 from scalelong_diffusers.errors import UserError
+
+
+# Folders with this prefix are being written or removed. A killed process may leave them.
+PARTIAL = ".scalelong-partial-"
 
 
 class UnwritableFile(UserError, OSError):
@@ -29,22 +34,28 @@ def atomic_write(file: Path, write: Callable[[Path], None], durable: bool = True
         write: function that writes the content to the temporary path that it receives.
         durable: sync to disk before and after the rename. Turn it off for many small files that can be made again.
     """
-    # The name cannot be guessed, and an existing link with it is not followed.
-    partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
+    # A new folder, because some writers make temporary files next to the path. Its name cannot be guessed.
+    folder = file.with_name(f"{PARTIAL}{secrets.token_hex(8)}")
     try:
-        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666))
+        folder.mkdir(mode=0o700)
         try:
+            partial = folder / file.name
             write(partial)
             if durable:
                 sync(partial)
             os.replace(partial, file)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
         if durable:
             sync(file.parent)
     except (OSError, SafetensorError) as error:
         raise UnwritableFile(f"{file} cannot be written: {' '.join(str(error).split())}") from error
+
+
+def remove_leftovers(folder: Path):
+    """Remove what killed processes left half-written or half-removed. Call this while holding the folder's lock."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path)
 
 
 def write_json(file: Path, content: object):

@@ -104,7 +104,8 @@ def check_options(config: Any):
     hints = _hints(type(config))
     for field in dataclasses.fields(config):
         value, nested = getattr(config, field.name), nested_config(type(config), field)
-        if nested is not None and value is not None and not isinstance(value, nested):
+        may_be_none = type(None) in _kinds(hints[field.name])
+        if nested is not None and not isinstance(value, nested) and not (value is None and may_be_none):
             raise UserError(f"{field.name} must be a {nested.__name__}, got {value!r}")
         if isinstance(value, np.generic):  # JSON cannot store it
             object.__setattr__(config, field.name, value.item())

@@ -224,7 +224,7 @@ PRESETS = {row.name: row for row in _ROWS}
 
 def get_preset(name: str) -> Preset:
     """Return the preset with this name."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; accepted: {', '.join(PRESETS)}")
     return PRESETS[name]
 

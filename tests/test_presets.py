@@ -82,6 +82,7 @@ def test_overrides_replace_entries_of_the_preset():
     ("model_class", "name", "message"),
     [
         (UViTModel, "cifar10-uvit-s2", r"unknown preset 'cifar10-uvit-s2' \(did you mean 'cifar10-uvit-s-2'\?\)"),
+        (UViTModel, {"a": 1}, r"unknown preset \{'a': 1\}"),
         (UViTModel, "something else", "unknown preset 'something else'; accepted: cifar10-uvit-s-2, .*mscoco-unet"),
         (UViTModel, "cifar10-unet", r"is not for UViTModel; use ScaleLongUNet2DModel.from_preset\('cifar10-unet'\)"),
         (ScaleLongUNet2DModel, "mscoco-unet", "use ScaleLongUNet2DConditionModel.from_preset"),

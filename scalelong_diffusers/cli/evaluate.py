@@ -159,7 +159,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     config = build_config(EvaluateConfig, given)
     evaluation = Evaluation(config, {flag: given[flag] for flag in ("split", *REFERENCE_OPTIONS) if flag in given})
     folder = Path(config.model)
-    if not folder.is_dir() or (folder / "model_index.json").is_file():
+    if not os.path.isdir(folder) or (folder / "model_index.json").is_file():
         return _evaluate_pipeline(evaluation, given)
     flags = ["output_dir", "prompt_file", *(flag for flag, _, _ in options_of(SampleConfig))]
     if unused := [flag for flag in flags if flag in given]:
@@ -292,7 +292,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     names = ("model", "revision", "sampler", "num_inference_steps", "guidance_scale", "seed", "dtype")
     model = Path(settings["model"])
     try:
-        run_settings = read_json(model, "settings.json") if model.is_dir() else None
+        run_settings = read_json(model, "settings.json") if os.path.isdir(model) else None
     except UserError:  # a file with this name that no training run wrote
         run_settings = None
     return {**{name: settings[name] for name in names}, "ema": run_settings and run_settings.get("use_ema")}

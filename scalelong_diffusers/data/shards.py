@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pat
-from huggingface_hub.errors import HTTPError
 from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
@@ -45,8 +44,6 @@ _TAR_GROUP_SIZE = 64  # samples that are read together from a tar file, which ha
 _MAX_GROUPS_IN_MEMORY = 8
 _MEMORY = 2**30  # bytes of row groups in the memory of each reader
 _OPENING_THREADS = 16
-# Damaged files may claim to need more memory than there is.
-_FILE_ERRORS = (ValueError, OSError, OverflowError, MemoryError, HTTPError, pa.ArrowException, tarfile.TarError)
 
 
 class ParquetFile:
@@ -189,7 +186,8 @@ class ShardTable:
         self._columns = find_columns(self._schema.names, config, needs_labels, needs_captions, where)
         self.class_names = self.num_classes = None
         if needs_labels:
-            self._find_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
+            with _shard_errors(where):
+                self._find_classes(where, features or datasets.Features.from_arrow_schema(self._schema), classes_of)
         self.description = f"{where}, {len(self):,} images in {len(self._files):,} files"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -300,7 +298,7 @@ def _shard_errors(where: str):
         yield
     except UserError:
         raise
-    except _FILE_ERRORS as error:
+    except Exception as error:  # `datasets` raises almost any, and files may claim to need more memory than there is
         raise UserError(f"{where} cannot be read: {one_line(error) or 'it needs too much memory'}") from error
 
 

@@ -114,7 +114,7 @@ def dataset_errors(config: DataConfig):
 def data_folder(config: DataConfig) -> tuple[Path, str]:
     """Return the absolute `train_data_dir`, and how messages name it."""
     folder = Path(config.train_data_dir).resolve()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"train_data_dir: {config.train_data_dir} is not a folder")
     return folder, f"the folder {folder.name}"
 
@@ -142,9 +142,9 @@ def _load_folder(config: DataConfig, needs_labels: bool) -> tuple[dict[str, Data
             return _load_files("parquet", parquet, config), where, ignored
         loaded, others = _load_images(folder, files, config, needs_labels, where)
         return loaded, where, ignored + others
-    except UserError:
+    except (UserError, MemoryError):
         raise
-    except (ValueError, OSError, IndexError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # `datasets` raises almost any exception for damaged files
         reason = "it has no images, or metadata without entries" if isinstance(error, IndexError) else one_line(error)
         several = "from string to array" in reason or "from array to string" in reason
         advice = "; if some images have several captions, write the captions of all images as lists" if several else ""
@@ -169,7 +169,10 @@ def _load_saved(folder: Path, files: list[str], ignored: Counter[Kind], where: s
         except UserError as error:
             raise UserError(f"{where} cannot be read because of {path}: {error}") from error
     saved = datasets.load_from_disk(str(folder))
-    return saved if isinstance(saved, DatasetDict) else {"train": saved}
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    for rows in splits.values():
+        rows.data.validate(full=True)  # Arrow maps the files into memory, and offsets in them may point outside
+    return splits
 
 
 def _load_images(
@@ -239,7 +242,8 @@ def one_line(error: BaseException) -> str:
     """Return the message of an error, or of the cause that `datasets` wraps in a general error, as one line."""
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split())
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message
 
 
 def find_columns(

@@ -105,6 +105,8 @@ class TransformersFeatures:
             first, second = self(noise), self(noise)
         except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise UserError(f"{source} has no image features: {name} fails with {error}") from error
+        if not first.isfinite().all():
+            raise UserError(f"{source} has no image features: {name} gives values that are not finite")
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * first.abs().max().item()):
             raise UserError(f"{source} gives different features for the same image: {name} is random")
         return first.shape[1]

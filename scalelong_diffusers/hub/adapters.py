@@ -124,7 +124,8 @@ def load_adapter(
         unet.skip_scaler.load_state_dict({name.removeprefix(_GATE_PREFIX): gate for name, gate in gates.items()})
         if lora:
             folder, name = os.path.split(lora_file)
-            unet.load_lora_adapter(folder, prefix="unet", weight_name=name, adapter_name=adapter_name)
+            with damaged_file_errors(lora_file):
+                unet.load_lora_adapter(folder, prefix="unet", weight_name=name, adapter_name=adapter_name)
     return pipe
 
 

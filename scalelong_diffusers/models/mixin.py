@@ -11,7 +11,7 @@ from typing import Any
 from diffusers import ModelMixin
 
 import scalelong_diffusers
-from scalelong_diffusers.download import check_json_files
+from scalelong_diffusers.download import check_json_files, damaged_file_errors
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.internals import write_config_entry
 from scalelong_diffusers.models.skips import SkipLayout
@@ -97,7 +97,8 @@ class SkipScalingMixin(HubMixin):
         source = pretrained_model_name_or_path
         if os.path.isdir(source):
             check_json_files(Path(source, kwargs.get("subfolder") or ""))
-        stored = SkipScalingConfig.parse(cls.load_config(source, **kwargs).get("skip_scaling", "none"))
+        with damaged_file_errors(source):
+            stored = SkipScalingConfig.parse(cls.load_config(source, **kwargs).get("skip_scaling", "none"))
         wanted = SkipScalingConfig.parse(kwargs.get("skip_scaling", stored))
         # Other gates can have the same keys and compute another function.
         have_gates = stored.has_gates and wanted.has_gates
@@ -107,7 +108,8 @@ class SkipScalingMixin(HubMixin):
                 "to apply_skip_scaling to replace its gates"
             )
         output_loading_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
+        with damaged_file_errors(source):
+            model, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
         # diffusers only warns of missing weights. A checkpoint without gates may lack all of them.
         missing = set(info["missing_keys"])
         gates = {f"skip_scaler.{name}" for name in model.skip_scaler.state_dict()}

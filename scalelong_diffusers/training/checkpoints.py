@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import nn
 
 from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import checksum, read_json_file, sync, write_json
+from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
+from scalelong_diffusers.training.monitoring import METRICS_FILE
+from scalelong_diffusers.training.settings import SETTINGS_FILE
 from scalelong_diffusers.training.step import is_fused
 
 
@@ -32,8 +35,9 @@ if TYPE_CHECKING:
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
 _PREFIX = "checkpoint-"
-# Folders with these prefixes are being written or removed. They do not count as checkpoints.
-PARTIAL, _OLD = ".scalelong-partial-", ".scalelong-old-"
+_OLD = f"{PARTIAL}old-"
+# The folders of pipelines' components.
+_COMPONENTS = ("unet", "vae", "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 class Checkpoints:
@@ -96,12 +100,6 @@ class Checkpoints:
                 "another folder"
             )
         raise UserError(f"{self.folder} has no checkpoint to resume from; omit the flag to start a new run")
-
-    def remove_leftovers(self):
-        """Remove folders that a killed run left half-written or half-removed."""
-        for prefix in (PARTIAL, _OLD):
-            for path in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(path)
 
     def _remove_beyond_limit(self, newest: Path):
         if self.limit is None:
@@ -169,19 +167,27 @@ def check_folder(checkpoints: Checkpoints, is_new: bool):
             "folder"
         )
     contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
+    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE)
+    contents |= {name: f"{name}, which the run would replace" for name in (*logs, *_COMPONENTS)}
     for name, what in contents.items():
         if (folder / name).exists():
             raise UserError(f"--output_dir {folder} holds {what}: pass another folder")
 
 
+def _is_run(folder: Path) -> bool:
+    """Return whether a run has begun in the folder. If it has no checkpoint, it can only be started again."""
+    try:
+        return "data_fingerprint" in read_json_file(folder / SETTINGS_FILE)
+    except UserError:
+        return False
+
+
 def _check_writable(folder: Path):
-    """Try to write into a folder, and remove the created files: a rejected run leaves nothing behind."""
+    """Try to write into a folder, and remove the created folders: a rejected run leaves nothing behind."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     finally:
         for path in created:
             with suppress(OSError):  # another run may have started in the same parent

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.training.run import LossesOf, MakeImages, TrainingRun
 
 BINS = 10
+SAMPLES_FOLDER, METRICS_FILE = "samples", "metrics.jsonl"
 
 
 def validation_losses(run: "TrainingRun", losses_of: "LossesOf") -> dict[str, Any]:
@@ -80,7 +81,7 @@ def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int):
     """Save a grid of images made with EMA weights as `samples/step-<step>.png`, unless they are not finite."""
 
     def save(images: list[Image.Image]):
-        folder = run.folder / "samples"
+        folder = run.folder / SAMPLES_FOLDER
         folder.mkdir(exist_ok=True)
         save_image(grid(images, columns=None), folder / f"step-{run.global_step:06d}.png")
 

@@ -27,6 +27,7 @@ from scalelong_diffusers.data.precomputed import (
 )
 from scalelong_diffusers.data.stream import ImageRows, Source, Stream
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import PARTIAL, remove_leftovers
 from scalelong_diffusers.locks import LOCK_FILE, locked
 from scalelong_diffusers.options import option
 from scalelong_diffusers.pipelines.text_encoding import hidden_states, max_tokens, tokenize
@@ -180,14 +181,12 @@ class PrecomputedWriter:
     def _prepare_folder(self):
         index = read_index(self.folder)
         changed = [] if index is None else _differences(index["made_of"], self.made_of)
-        if index is None and any(path.name != LOCK_FILE for path in self.folder.iterdir()):
+        if index is None and any(not path.name.startswith((LOCK_FILE, PARTIAL)) for path in self.folder.iterdir()):
             changed = ["it has no " + INDEX_FILE]
         if changed:
             reason = f"holds other files or precomputed latents: {'; '.join(changed)}"
             raise UserError(f"output_dir {self.folder} {reason}; use the same settings, or another folder")
-        for pattern in (".*.part", ".tmp*"):  # of our own writes, and of safetensors'
-            for partial_file in self.folder.glob(pattern):
-                partial_file.unlink()
+        remove_leftovers(self.folder)
         self._write_index(finished=False)
 
     def _shards(self, rank: int, num_processes: int) -> Iterator[tuple[Path, _RowsToEncode, np.ndarray]]:

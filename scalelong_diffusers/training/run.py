@@ -23,7 +23,7 @@ from tqdm import tqdm
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
 from scalelong_diffusers.data.folders import check_outside
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import write_json
+from scalelong_diffusers.files import remove_leftovers, write_json
 from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
@@ -37,10 +37,18 @@ from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, 
 from scalelong_diffusers.training.config import RunConfig
 from scalelong_diffusers.training.latents import check_autoencoder, encode_images
 from scalelong_diffusers.training.models import build_model, load_vae
-from scalelong_diffusers.training.monitoring import MetricsFile, SampleEvaluation, save_sample_grid, validation_losses
+from scalelong_diffusers.training.monitoring import (
+    METRICS_FILE,
+    SAMPLES_FOLDER,
+    MetricsFile,
+    SampleEvaluation,
+    save_sample_grid,
+    validation_losses,
+)
 from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
+    SETTINGS_FILE,
     RunSize,
     check_same_settings,
     describe_settings,
@@ -48,8 +56,6 @@ from scalelong_diffusers.training.settings import (
 )
 from scalelong_diffusers.training.step import OptimizerStep, adamw, optimizer_groups
 
-
-SETTINGS_FILE = "settings.json"
 
 Models = Mapping[str, nn.Module]
 LossesOf = Callable[[Models, Batch], torch.Tensor]
@@ -91,7 +97,7 @@ class TrainingRun:
         self.accelerator = make_accelerator(config)
         self.device = self.accelerator.device
         self.checkpoints = Checkpoints(self.folder, config.output.checkpoints_total_limit)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self._lock = FolderLock(self.folder)
         self.global_step = 0
         self.progress = Progress()
@@ -518,7 +524,8 @@ class TrainingRun:
     def _take_folder(self):
         """Lock the folder, and remove what a killed run left half-written."""
         run_on_main_process(self._lock.acquire)
-        run_on_main_process(self.checkpoints.remove_leftovers)
+        for folder in (self.folder, self.folder / SAMPLES_FOLDER):
+            run_on_main_process(partial(remove_leftovers, folder))
 
     @contextmanager
     def _released_on_errors(self):

@@ -21,6 +21,7 @@ from scalelong_diffusers.training.config import RunConfig
 if TYPE_CHECKING:
     from scalelong_diffusers.training.run import TrainingRun
 
+SETTINGS_FILE = "settings.json"
 DEFAULT_BATCH_SIZE = 16
 _SHOWN_CLASSES = 10
 

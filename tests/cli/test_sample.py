@@ -156,6 +156,14 @@ class TestResume:
         assert ": 3 images, 2 of them new" in sample(unconditional, "--out", out, "-n", 3, *FAST)[1]
         assert (out / "000001.png").read_bytes() == complete
 
+    def test_removes_only_its_own_leftovers(self, sample, unconditional, tmp_path):
+        out = tmp_path / "out"
+        for name in (".scalelong-partial-0123/000000.png", ".partial-1/a.txt"):
+            (out / name).parent.mkdir(parents=True)
+            (out / name).write_text("a")
+        assert sample(unconditional, "--out", out, "-n", 1, *FAST)[0] == 0
+        assert names_in(out) == [".partial-1", "000000.png", "grid.png", "sample.json"]
+
     def test_names_damaged_images(self, sample, unconditional, tmp_path):
         out = tmp_path / "out"
         sample(unconditional, "--out", out, "-n", 3, *FAST)
@@ -243,6 +251,19 @@ class TestFolder:
         assert sample(unconditional, "--out", out, "-n", 1, *FAST, "--guidance_scale", 2)[0] == 2
         assert sample(unconditional, "--out", out, "-n", 1, *FAST, "--width", 12)[0] == 0
         assert json.loads((out / "sample.json").read_text())["width"] == 12
+
+    def test_rejects_a_name_that_is_too_long(self, error_of, unconditional, tmp_path):
+        line = error_of("sample", unconditional, "--out", tmp_path / ("9" * 300), "-n", 1, *FAST)
+        assert "File name too long" in line
+
+    @pytest.mark.parametrize("model", [None, 5, ["m"]])
+    def test_rejects_settings_without_the_name_of_a_model(self, sample, error_of, unconditional, tmp_path, model):
+        out = tmp_path / "out"
+        sample(unconditional, "--out", out, "-n", 1, *FAST)
+        settings = json.loads((out / "sample.json").read_text())
+        (out / "sample.json").write_text(json.dumps({**settings, "model": model}))
+        message = f"{out} has images or a sample.json that this version"
+        assert message in error_of("sample", unconditional, "--out", out, "-n", 2, *FAST)
 
     @pytest.mark.parametrize("content", ['{"model": "x', "[]", "{}", '{"model": "m", "steps": 2}'])
     def test_rejects_damaged_or_foreign_settings(self, sample, unconditional, tmp_path, content):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -66,8 +67,8 @@ def test_rejects_colored_images_for_a_gray_model(load, image_folder):
 
 
 def test_rejects_missing_folders(load, tmp_path):
-    folder = tmp_path / "nowhere"
-    assert_rejected(load, f"train_data_dir: {folder} is not a folder", train_data_dir=folder)
+    for folder in (tmp_path / "nowhere", tmp_path / ("long" * 100)):
+        assert_rejected(load, f"train_data_dir: {folder} is not a folder", train_data_dir=folder)
 
 
 def test_rejects_folders_without_images(load, tmp_path):
@@ -106,6 +107,34 @@ def test_rejects_datasets_without_a_train_split(load, saved, png):
 def test_rejects_invalid_parquet_files(load, tmp_path):
     (tmp_path / "rows.parquet").write_text("nothing")
     assert_rejected(load, f"cannot load the folder {tmp_path.name}: Parquet file size is", train_data_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "message"),
+    [
+        ("state.json", "_format_columns", "_format_colums", "KeyError: '_format_columns'"),
+        ("state.json", "_data_files", "_data_filet", "KeyError: '_data_files'"),
+        ("dataset_info.json", '"features": {', '"features": [], "other": {', "argument after"),
+    ],
+)
+def test_rejects_saved_datasets_with_damaged_metadata(load, saved, png, file, before, after, message):
+    folder = saved({"image": [png()] * 4})
+    text = (folder / file).read_text()
+    assert before in text
+    (folder / file).write_text(text.replace(before, after))
+    with pytest.raises(UserError, match=f"^cannot load the folder saved: .*{message}"):
+        load(train_data_dir=folder)
+
+
+def test_rejects_parquet_files_with_damaged_metadata(load, tmp_path):
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
+    rows = {"image": [Image.new("RGB", (8, 8))] * 4, "label": [0, 1, 0, 1]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    table = pq.read_table(tmp_path / "rows.parquet")
+    for damaged in (b"\xff", b"[]", b'{"info": {"features": {"image": {"_type": "Imagf"}}}}'):
+        pq.write_table(table.replace_schema_metadata({"huggingface": damaged}), tmp_path / "rows.parquet")
+        with pytest.raises(UserError, match=" cannot be read: "):
+            load(train_data_dir=tmp_path, streaming=True, needs_labels=True)
 
 
 def test_rejects_metadata_without_file_names(load, image_folder):

@@ -181,6 +181,17 @@ class TestPaths:
         with pytest.raises(UserError, match=r"^the folder saved must have only regular files, got 1 special file$"):
             load(train_data_dir=folder)
 
+    def test_saved_datasets_cannot_name_memory_outside(self, load, saved, png):
+        """Reading there would end the process with a segmentation fault."""
+        images = [png()] * 4
+        file = next(saved({"image": images}).glob("*.arrow"))
+        ends = struct.pack("<5i", *(len(images[0]) * k for k in range(5)))
+        content = file.read_bytes()
+        assert content.count(ends) == 1
+        file.write_bytes(content.replace(ends, ends[:-4] + struct.pack("<i", 2**31 - 1)))
+        with pytest.raises(UserError, match=r"^cannot load the folder saved: .*larger than values array"):
+            load(train_data_dir=file.parent)
+
 
 class TestSizes:
     def test_rejects_large_files_without_reading_them(self, load, image_folder):

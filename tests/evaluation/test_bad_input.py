@@ -36,6 +36,10 @@ def error_of(evaluate, tmp_path):
     return call
 
 
+def test_model_with_a_name_that_is_too_long(error_of):
+    assert "is neither a local folder nor a Hub repository" in error_of("9" * 300)
+
+
 class TestReference:
     def test_that_does_not_exist(self, error_of, pictures):
         for reference in ("no/such/folder", "./none", "none.npz"):

@@ -1,5 +1,8 @@
 """Feature networks: their features, their fingerprints, and what is rejected."""
 
+import json
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -112,6 +115,12 @@ class TestRejects:
         file.write_bytes(file.read_bytes()[:-9])
         with pytest.raises(UserError, match=r"the weights in .*cut are damaged"):
             load_features(str(tmp_path / "cut"))
+
+    def test_features_that_are_not_finite(self, make_network, tmp_path):
+        config = make_network(tmp_path / "nan") / "preprocessor_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "image_mean": [math.nan] * 3}))
+        with pytest.raises(UserError, match="nan has no image features: ViTModel gives values that are not finite"):
+            load_features(str(tmp_path / "nan"))
 
     @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
     def test_damaged_torch_weights(self, damage, make_network, tmp_path):

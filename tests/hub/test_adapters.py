@@ -271,12 +271,8 @@ class TestAFailedLoadChangesNothing:
         ),
     }
 
-    # After the pipeline was changed, and by the error of another library.
-    LATE = {
-        "a LoRA that only peft rejects": TypeError,
-        "a LoRA that fails in the middle": RuntimeError,
-        "a layer of another width": RuntimeError,
-    }
+    # After the pipeline was changed.
+    LATE = ("a LoRA that only peft rejects", "a LoRA that fails in the middle", "a layer of another width")
 
     @pytest.mark.parametrize("base", BASES)
     def test_for_every_base_and_fault(self, build_kind, fine_tuned, snapshot, base, tmp_path):
@@ -286,7 +282,7 @@ class TestAFailedLoadChangesNothing:
         for number, (fault, (damage, message)) in enumerate(self.FAULTS.items()):
             folder = shutil.copytree(tmp_path / "intact", tmp_path / str(number))
             damage(folder)
-            with pytest.raises(self.LATE.get(fault, UserError), match=f"(?s){message}"):
+            with pytest.raises(UserError, match=message):
                 load_adapter(pipe, folder)
             if fault in self.LATE:
                 assert_same(snapshot(pipe), before)
@@ -301,7 +297,7 @@ class TestAFailedLoadChangesNothing:
         with pytest.raises(ValueError, match="Adapter name mine already in use"):
             load_adapter(pipe, tmp_path, adapter_name="mine")
         self.FAULTS["a LoRA that fails in the middle"][0](tmp_path)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(UserError, match=f"{LORA} cannot be loaded: RuntimeError: .* size mismatch"):
             load_adapter(pipe, tmp_path, adapter_name="other")
         assert_same(snapshot(pipe), before)
         assert pipe.get_list_adapters() == {"unet": ["mine"]}

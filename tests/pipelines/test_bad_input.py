@@ -42,6 +42,8 @@ CALLS = [
     ("plain classes", [-1], {}, "class -1 is unknown; accepted: 0..4"),
     ("classes", [1.5], {}, "class 1.5 is unknown; accepted: 0..3"),
     ("text", [], {}, "pass either prompt or prompt_embeds"),
+    ("text", [[]], {}, "prompt must be a text or a list of texts, got []"),
+    ("text", ["a"], {"negative_prompt": ["b", "c"]}, "one for each of the 1 prompts, got 2"),
     ("text", ["a"], {"prompt_embeds": torch.zeros(1, 12, 16)}, "pass either prompt or prompt_embeds, not both"),
     ("embeds", ["a"], {}, "has no text_encoder and tokenizer to encode prompt; pass prompt_embeds"),
     ("text", ["a"], {"guidance_scale": -1}, "guidance_scale must be a number, at least 0 and at most 1,000, got -1"),
@@ -71,6 +73,7 @@ CALLS = [
     ("nothing", [], {"height": 0}, "height must be an integer, at least 1 and at most 65,536, got 0"),
     ("text", ["a"], {"width": 8.0}, "width must be an integer, at least 1 and at most 65,536, got 8.0"),
     ("nothing", [999], {"height": 65_536, "width": 65_536}, "999 images of 65536 x 65536 pixels would take at least "),
+    ("nothing", [], {"sigmas": [1.0]}, "DDIMScheduler takes no sigmas: use another scheduler"),
     ("nothing", [], {"output_type": "jpg"}, "output_type must be one of ('pil', 'np', 'pt', 'latent'), got 'jpg'"),
     ("text", ["a"], {"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among ['latents', 'prompt_embeds']"),
 ]  # fmt: skip
@@ -284,6 +287,20 @@ class TestFolders:
         file = text_folder / "tokenizer" / name
         file.write_bytes(file.read_bytes()[:50])
         with pytest.raises(UserError, match=rf"{name} is not valid JSON: "):
+            load_pipeline(text_folder)
+
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ('"<|startoftext|>"', '"<|startofdext|>"', "they do not belong together"),
+            ('"model_max_length": 12', '"model_max_length": "1"', "integer model_max_length of at least 2, got '1'"),
+        ],
+    )
+    def test_rejects_a_tokenizer_that_was_changed(self, text_folder, before, after, message):
+        """The tokenizer would give token numbers that the text encoder does not have, or no tokens."""
+        file = text_folder / "tokenizer" / "tokenizer_config.json"
+        file.write_text(file.read_text().replace(before, after))
+        with pytest.raises(UserError, match=message):
             load_pipeline(text_folder)
 
     def test_rejects_an_unknown_source(self):

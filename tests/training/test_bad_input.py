@@ -154,12 +154,26 @@ def test_rejects_folders_with_other_contents(train, stopped_at, tmp_path):
     with pytest.raises(UserError, match="holds another run: pass --resume_from_checkpoint latest to resume it, or"):
         train(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    for file, content in {"model_index.json": "a pipeline", "skip_scaling.json": "an adapter"}.items():
-        (tmp_path / content).mkdir()
-        (tmp_path / content / file).touch()
+    contents = {"model_index.json": "a pipeline", "skip_scaling.json": "an adapter"}
+    replaced = ("settings.json", "metrics.jsonl", "unet", "scheduler")
+    contents |= {name: f"{name}, which the run would replace" for name in replaced}
+    for name, content in contents.items():
+        other = tmp_path / f"with {name}"
+        other.mkdir()
+        (other / name).write_text("{}")
         with pytest.raises(UserError, match=f"holds {content}: pass another folder"):
-            train(tmp_path / content)
-        assert [path.name for path in (tmp_path / content).iterdir()] == [file]
+            train(other)
+        assert [path.name for path in other.iterdir()] == [name]
+
+
+def test_starts_again_in_the_folder_of_a_run_without_checkpoints(train, finished, metrics_of, tmp_path):
+    """The run was killed before its first checkpoint."""
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in ("settings.json", "metrics.jsonl"):
+        (killed / name).write_bytes((finished / name).read_bytes())
+    train(killed)
+    assert metrics_of(killed) == metrics_of(finished)
 
 
 def test_rejects_unwritable_folder(refused, tmp_path):

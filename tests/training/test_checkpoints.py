@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import write_json
+from scalelong_diffusers.files import PARTIAL, atomic_write, remove_leftovers, write_json
 from scalelong_diffusers.training.checkpoints import Checkpoints, damage
 
 
@@ -58,7 +58,7 @@ def test_killed_while_writing(tmp_path):
     assert exit_code_of(checkpoints.save, 2, die_while_writing) == -signal.SIGKILL
     assert names_in(tmp_path) == [".scalelong-partial-2", "checkpoint-1"]
     assert checkpoints.find("latest") == (first, [])
-    checkpoints.remove_leftovers()
+    remove_leftovers(tmp_path)
     assert names_in(tmp_path) == ["checkpoint-1"]
 
 
@@ -69,7 +69,7 @@ def test_killed_while_replacing(tmp_path):
     checkpoints.save(2, write_files)
     assert exit_code_of(die_between_renames, tmp_path) == -signal.SIGKILL
     assert checkpoints.find("latest") == (first, [])
-    checkpoints.remove_leftovers()
+    remove_leftovers(tmp_path)
     assert names_in(tmp_path) == ["checkpoint-1"]
     assert damage(checkpoints.save(2, write_files)) is None
 
@@ -162,17 +162,32 @@ def test_keeps_the_latest_checkpoints_and_other_files(tmp_path):
 
 
 def test_a_link_to_another_file_is_not_followed(tmp_path, monkeypatch):
-    other = tmp_path / "other"
-    other.write_text("mine")
-    file = tmp_path / "settings.json"
-    file.with_name(f".settings.json.{os.getpid()}.part").symlink_to(other)
+    other, file = tmp_path / "other", tmp_path / "settings.json"
+    other.mkdir()
     write_json(file, {"a": 1})
-    assert json.loads(file.read_text()) == {"a": 1}
     monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
-    file.with_name(".settings.json.guessed.part").symlink_to(other)
+    (tmp_path / f"{PARTIAL}guessed").symlink_to(other)
     with pytest.raises(UserError, match=r"settings\.json cannot be written: .*File exists"):
         write_json(file, {"a": 2})
-    assert (other.read_text(), json.loads(file.read_text())) == ("mine", {"a": 1})
+    assert (list(other.iterdir()), json.loads(file.read_text())) == ([], {"a": 1})
+
+
+@pytest.mark.slow
+def test_only_own_leftovers_of_a_killed_write_are_removed(tmp_path):
+    """Writers such as safetensors make another temporary file next to the path that they receive."""
+
+    def die(partial: Path):
+        (partial.parent / ".tmpAbC123").write_bytes(b"weig")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    users = [".part", ".settings.json.0123456789abcdef.part", ".tmp-notes", ".tmpAbC123", "settings.json"]
+    for name in users:
+        (tmp_path / name).write_text("mine")
+    assert exit_code_of(atomic_write, tmp_path / "settings.json", die) == -signal.SIGKILL
+    assert len(names_in(tmp_path)) == len(users) + 1
+    remove_leftovers(tmp_path)
+    assert names_in(tmp_path) == users
+    assert (tmp_path / "settings.json").read_text() == "mine"
 
 
 def test_written_files_have_the_usual_permissions(tmp_path):

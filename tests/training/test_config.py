@@ -147,6 +147,12 @@ def test_rejects_presets_of_other_scripts():
         make_config(TrainingConfig, preset="cifar10-uvit")
 
 
+def test_required_groups_cannot_be_none():
+    for group in ("skip_scaling", "optimization"):
+        with pytest.raises(UserError, match=f"{group} must be a .*Config, got None"):
+            TrainingConfig(**{group: None})
+
+
 def test_defaults_of_fine_tuning():
     full, lora = (make_config(FineTuningConfig, **REQUIRED[FineTuningConfig], lora_rank=rank) for rank in (None, 4))
     assert (full.optimization.learning_rate, lora.optimization.learning_rate) == (1e-5, 1e-4)

@@ -468,3 +468,16 @@ def test_keeps_finished_shards(precompute, latents):
     before = {file.name: file.stat().st_mtime_ns for file in latents.glob("train-*")}
     precompute(latents)
     assert {file.name: file.stat().st_mtime_ns for file in latents.glob("train-*")} == before
+
+
+def test_removes_only_its_own_leftovers(precompute, tmp_path):
+    """A process was killed while it wrote the first index, and another one while it wrote a shard."""
+    folder = tmp_path / "latents"
+    leftover = folder / ".scalelong-partial-0123"
+    for name in ("index.json", "train-00000.safetensors"):
+        leftover.mkdir(parents=True)
+        (leftover / name).write_text("{")
+        precompute(folder)
+        assert not leftover.exists()
+        (folder / ".tmp-notes").write_text("mine")
+    assert (folder / ".tmp-notes").read_text() == "mine"

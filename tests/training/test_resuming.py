@@ -129,15 +129,16 @@ def test_damaged_lines_of_the_log_are_set_aside(train, stopped_at, finished, met
 
 def test_removes_only_its_own_leftovers(train, stopped_at, refused):
     folder = stopped_at(8)
-    names = (".old-photos", ".partial-1", ".scalelong-old-checkpoint-4", ".scalelong-partial-12")
-    for name in names:
-        (folder / name).mkdir()
+    users = (".old-photos", ".partial-1", ".writable", "samples/.partial")
+    own = (".scalelong-partial-old-checkpoint-4", ".scalelong-partial-12", "samples/.scalelong-partial-0123")
+    for name in (*users, *own):
+        (folder / name).mkdir(parents=True)
         (folder / name / "a.txt").write_text("a")
     with pytest.raises(UserError, match="belongs to a run with other settings"):
         train(folder, learning_rate=0.5, **RESUME)
-    assert all((folder / name).exists() for name in names[:2])
     train(folder, **RESUME)
-    assert [(folder / name).exists() for name in names] == [True, True, False, False]
+    assert all((folder / name / "a.txt").exists() for name in users)
+    assert not any((folder / name).exists() for name in own)
 
 
 @pytest.mark.parametrize(
