@@ -189,7 +189,7 @@ class TestPaths:
         content = file.read_bytes()
         assert content.count(ends) == 1
         file.write_bytes(content.replace(ends, ends[:-4] + struct.pack("<i", 2**31 - 1)))
-        with pytest.raises(UserError, match="^cannot load the folder saved: .*larger than values array"):
+        with pytest.raises(UserError, match=r"^cannot load the folder saved: .*larger than values array"):
             load(train_data_dir=file.parent)
 
 
