@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: install test check lint format demo
+MINUTES ?= 10
+
+.PHONY: install test check attack lint format demo
 
 install: .venv/installed
 
@@ -19,6 +21,10 @@ test: install
 # Lint and the fast tests: two minutes.
 check: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+# Kill the commands, damage their files and pass them random input. Prints the seed, and how to repeat failures.
+attack: install
+	$(BIN)/python benchmarks/attack.py --minutes $(MINUTES)
 
 # Train a U-ViT plain and with the residual start at the same time, and write a page that compares the two runs: about
 # nine minutes on two cores, or one minute with QUICK=1.
