@@ -19,8 +19,8 @@ from scalelong_diffusers.terminal import print_lines
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         _use_cache_if_offline(arguments)
         code = arguments.run(arguments)
         sys.stdout.flush()

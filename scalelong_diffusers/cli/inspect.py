@@ -113,11 +113,12 @@ def _load_model_config(source: str) -> dict[str, Any]:
         model = Path(source, "unet")
         advice = f"; inspect {model} instead" if (model / ModelMixin.config_name).is_file() else ""  # a checkpoint
         raise UserError(f"{source} is not a model or a pipeline: it has no {names}{advice}")
-    components = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    components = {name: class_name for name, (_, class_name) in entries.items() if isinstance(class_name, str)}
     for name, class_name in components.items():
-        if class_name and scaled_class_by_name(class_name):
+        if scaled_class_by_name(class_name):
             config = read_json(source, f"{name}/{ModelMixin.config_name}")
             if config is not None:
                 return config
-    names = ", ".join(class_name for class_name in components.values() if class_name)
+    names = ", ".join(components.values())
     raise UserError(f"{source}: no component ({names}) has a config and long skip connections that can be scaled")

@@ -116,6 +116,7 @@ class TestInspect:
         "control characters": (["{escapes}"], ["escapes: \\u001b]0;x\\u0007 has no long skip"]),
         "no class name": (["{nameless}"], ["a model without a _class_name has no long skip connections"]),
         "DiT pipeline": (["{other}"], ["no component (DiTTransformer2DModel) has a config and long"]),
+        "number as a class": (["{damaged}"], ["no component (UNet2DModel) has a config and long skip"]),
         "incomplete pipeline": (["{incomplete}"], ["no component (", "has a config and long skip"]),
         "kappa": (["{sd}", "--skip-scaling", "cs", "--kappa", "2"], ["kappa", "2"]),
         "kappa text": (["{sd}", "--kappa", "much"], ["--kappa", "much"]),
@@ -147,6 +148,8 @@ class TestInspect:
     def test_rejects_bad_input_with_one_line(self, error_of, tmp_path):
         write_config(tmp_path / "sd", SD15)
         write_config(tmp_path / "dit", {"_class_name": "DiTTransformer2DModel"})
+        components = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", -1e30]}
+        write_config(tmp_path / "damaged", components, "model_index.json")
         write_config(tmp_path / "escapes", {"_class_name": "\x1b]0;x\x07"})
         write_config(tmp_path / "nameless", {"sample_size": 8})
         components = {"transformer": ["diffusers", "DiTTransformer2DModel"], "vae": [None, None]}
@@ -225,6 +228,15 @@ def test_only_user_errors_become_one_line(monkeypatch):
     monkeypatch.setattr("scalelong_diffusers.cli.kappa.solve_kappa", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["kappa", "--skips", "3"])
+
+
+def test_interrupt_while_parsing_is_one_line(monkeypatch, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scalelong_diffusers.cli._parse", interrupt)
+    assert main(["kappa", "--skips", "12"]) == 130
+    assert capsys.readouterr().err == "scalelong: interrupted; run the same command again to resume\n"
 
 
 def test_asks_an_unreachable_hub_only_once(error_of, monkeypatch):
