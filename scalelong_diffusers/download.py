@@ -4,6 +4,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from json import JSONDecodeError
 from pathlib import Path
 from pickle import UnpicklingError
@@ -183,14 +184,24 @@ def damaged_file_errors(source: str | os.PathLike) -> Iterator[None]:
     """
     Turn the errors of diffusers, transformers and torch about files into one-line messages.
 
-    Their readers raise almost any exception for damaged files: tokenizers raises a plain `Exception`.
+    Their readers raise almost any exception for damaged files: tokenizers raises a plain `Exception`. The message
+    names the source of the outermost block, which is what the user passed.
     """
+    if _is_reading.get():
+        yield
+        return
+    token = _is_reading.set(True)
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UserError(_describe(error, source)) from error
+    finally:
+        _is_reading.reset(token)
+
+
+_is_reading = ContextVar("is_reading", default=False)
 
 
 def _describe(error: Exception, source: str | os.PathLike) -> str:
@@ -202,7 +213,7 @@ def _describe(error: Exception, source: str | os.PathLike) -> str:
     for cause in _causes(error):
         reason = " ".join(str(cause).split())
         if "ignore_mismatched_sizes" in reason:  # transformers suggests an option that we do not pass
-            return f"the weights of a component of {source} do not fit its config.json"
+            return f"weights in {source} do not fit their config.json"
         if "trust_remote_code" in reason:
             return f"{source} needs code that it contains, and such code is never run: load it with its own library"
         if isinstance(cause, UnpicklingError):

@@ -9,12 +9,12 @@ from typing import Any
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
-import scalelong_diffusers.models.unets
-import scalelong_diffusers.models.uvit  # noqa: F401  these modules define the classes that are found by name
+import scalelong_diffusers.models.unets  # noqa: F401  this module defines the classes that are found by name
 from scalelong_diffusers.download import HubUnreachable, build_skeleton, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.mixin import scaled_class_by_name
 from scalelong_diffusers.models.mup import mup_scales
+from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.options import add_options
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.scaling import SkipScalingConfig
@@ -57,6 +57,8 @@ def _run_mup(arguments: argparse.Namespace, config: SkipScalingConfig | None) ->
     width = {} if arguments.mup_base_width is None else {"mup_base_width": arguments.mup_base_width}
     model = model_skeleton(arguments.model, config, **width)
     scales = mup_scales(model)
+    if not scales and not isinstance(model, UViTModel):
+        raise UserError(f"{arguments.model} is a {type(model).__name__}, and muP is for UViTModel")
     if not scales:
         raise UserError(f"{arguments.model} is a {type(model).__name__} without mup_base_width: pass --mup_base_width")
     rows = [

@@ -10,9 +10,9 @@ With m = width / base width, Adam's settings and the init of a parameter depend 
 | output | grows where it reads | / m | / m | * m | |
 | fixed | does not grow | | | | |
 
-Often the output layer keeps its init and learning rate, and divides its input by m. For Adam this is the same
-training, but then the output of saved weights depends on m. AdamW's decay per step, learning rate * weight decay,
-stays constant. Gradients of input and hidden weights shrink like 1 / m, and so must eps.
+Often the output layer keeps its init and learning rate, and divides its input by m. For Adam without clipping this is
+the same training, but then the output of saved weights depends on m. AdamW's decay per step, learning rate * weight
+decay, does not depend on m. Gradients of input and hidden weights shrink like 1 / m, and so must eps.
 
 Depth: with c = base depth / depth, the residual branches are multiplied by c, as in CompleteP, and so is the learning
 rate of the skip layers, through which the hidden state passes one after the other.
@@ -73,27 +73,27 @@ def mup_scales(model: ModelMixin) -> dict[str, ParameterScale]:
     depth = model.mup_branch_scale
     skip_layers = set(skip_layer_parameters(model))
     base, wider = model.mup_skeleton(1), model.mup_skeleton(2)
-    base_shapes, wider_shapes = ({n: p.shape for n, p in m.named_parameters()} for m in (base, wider))
+    parameters, smaller, larger = (list(m.named_parameters()) for m in (model, base, wider))
+    if len(parameters) != len(smaller):
+        raise UserError(
+            f"muP has no rule for some parameters of this {type(model).__name__}, since a model with its config has "
+            f"{len(smaller)} parameters and this one has {len(parameters)}: train an adapter with a usual optimizer"
+        )
     scales = {}
-    for name, parameter in model.named_parameters():
-        if name not in base_shapes:
-            raise UserError(
-                f"muP has no rule for the parameter {name}: a {type(model).__name__} with this config does not have "
-                "it. Add LoRA and other layers only to a model that is not trained with muP"
-            )
-        grown = [d for d, (a, b) in enumerate(zip(base_shapes[name], wider_shapes[name])) if a != b]
-        role = _role(base, name, grown)
-        ratio = parameter.shape[grown[-1]] / base_shapes[name][grown[-1]] if grown else 1.0
-        scales[name] = ParameterScale(role, ratio, depth if parameter in skip_layers else 1.0)
+    # By order: the name of a shared gate contains the width.
+    for (name, parameter), (_, small), (_, large) in zip(parameters, smaller, larger):
+        grown = [d for d, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
+        ratio = parameter.shape[grown[-1]] / small.shape[grown[-1]] if grown else 1.0
+        scales[name] = ParameterScale(_role(model, name, grown), ratio, depth if parameter in skip_layers else 1.0)
     return scales
 
 
 def _role(model: nn.Module, name: str, grown: list[int]) -> Role:
-    """Return the role of a parameter with these growing dimensions."""
+    """Return the role of a parameter whose shape has these growing dimensions."""
     if not grown:
         return "fixed"
     owner = model.get_submodule(name.rpartition(".")[0])
-    is_vector = len(model.get_parameter(name).shape) == 1
+    is_vector = model.get_parameter(name).ndim == 1
     if is_vector or isinstance(owner, nn.Embedding) or name in model.mup_inputs:
         return "input"
     if isinstance(owner, nn.Linear | nn.Conv2d | GateLinear):
@@ -106,7 +106,7 @@ def _role(model: nn.Module, name: str, grown: list[int]) -> Role:
 
 @torch.no_grad()
 def start_mup(model: ModelMixin):
-    """Scale the initial weights of a new model. Gates start in proportion to their width by themselves."""
+    """Scale the initial weights of a new model. Scaling methods start in proportion to their width by themselves."""
     for name, scale in mup_scales(model).items():
         if scale.init_std != 1 and not name.startswith("skip_scaler."):
             model.get_parameter(name).mul_(scale.init_std)
@@ -127,6 +127,8 @@ def mup_param_groups(
     optimizer = torch.optim.AdamW(mup_param_groups(model, learning_rate=2e-3, weight_decay=0.03))
     ```
     """
+    if not isinstance(model, SkipScalingMixin):
+        raise UserError(f"muP is for UViTModel, got {type(model).__name__}: pass the model before it is wrapped")
     if not has_mup(model):
         raise UserError(f"this {type(model).__name__} has no mup_base_width: build it with one to train it with muP")
     return param_groups([model], model.parameters(), learning_rate, weight_decay, eps)
@@ -156,7 +158,10 @@ def param_groups(
 
 def mixes_mup_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer trains parameters with equal settings that muP trains with different ones."""
-    scales = mup_scales(model) if isinstance(model, SkipScalingMixin) else {}
+    try:
+        scales = mup_scales(model) if isinstance(model, SkipScalingMixin) else {}
+    except UserError:  # of adapters, for which muP has no rules
+        return False
     settings = {model.get_parameter(n): (s.learning_rate, s.weight_decay, s.eps) for n, s in scales.items()}
     return any(len({settings[p] for p in group["params"] if p in settings}) > 1 for group in optimizer.param_groups)
 

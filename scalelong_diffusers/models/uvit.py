@@ -1,5 +1,6 @@
 """`UViTModel`: U-ViT, the transformer with long skips that the paper trains, as a diffusers model."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -130,8 +131,6 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.context_embed = nn.Linear(cross_attention_dim, hidden_size) if cross_attention_dim else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, hidden_size))
 
-        mlp_size = round(hidden_size * mlp_ratio)
-
         def blocks(n: int, has_skip: bool) -> nn.ModuleList:
             return nn.ModuleList(
                 UViTBlock(hidden_size, num_attention_heads, mlp_size, block_scale, self.mup_branch_scale, has_skip)
@@ -171,9 +170,13 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         """Return the model with a multiple of the base width, on the meta device."""
         width, heads = self.config.hidden_size, self.config.num_attention_heads
         base = multiple * (self.config.mup_base_width or width)
-        changes = {"hidden_size": base, "num_attention_heads": base * heads // width}
-        with torch.device("meta"):
-            return type(self).from_config({**self.config, **changes, "mup_base_width": None, "mup_base_depth": None})
+        accepted = inspect.signature(type(self).__init__).parameters
+        config = {name: value for name, value in self.config.items() if name in accepted}
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # gates draw their weights on the CPU
+            return type(self).from_config(
+                config, hidden_size=base, num_attention_heads=base * heads // width,
+                mup_base_width=None, mup_base_depth=None,
+            )  # fmt: skip
 
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)

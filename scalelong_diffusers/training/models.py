@@ -1,5 +1,6 @@
 """Build the untrained model of a config, and load the autoencoder of a latent model."""
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -110,7 +111,9 @@ def _uvit_flags(model_class: type[ModelMixin], config: Mapping[str, Any], option
         name, value = next(iter(flags.items()))
         raise UserError(f"--{name} {value} is for a U-ViT, and the model is a {model_class.__name__}: leave it out")
     if "hidden_size" in flags:
-        head_width = config["hidden_size"] // config["num_attention_heads"]
+        defaults = {name: p.default for name, p in inspect.signature(UViTModel.__init__).parameters.items()}
+        own = {**defaults, **config}
+        head_width = own["hidden_size"] // own["num_attention_heads"]
         flags["num_attention_heads"], rest = divmod(flags["hidden_size"], head_width)
         if rest:
             raise UserError(

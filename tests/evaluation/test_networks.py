@@ -137,7 +137,7 @@ class TestRejects:
     def test_weights_of_another_config(self, make_network, tmp_path):
         config = make_network(tmp_path / "wide") / "config.json"
         config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
-        with pytest.raises(UserError, match=r"the weights of a component of .*wide do not fit its config\.json"):
+        with pytest.raises(UserError, match=r"weights in .*wide do not fit their config\.json"):
             load_features(str(tmp_path / "wide"))
 
     @pytest.mark.parametrize("damage", ["cut", "text", "empty", "other weights"])

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from torch import nn
 
 from scalelong_diffusers import LongSkip, SkipFactor, UserError, UViTModel, mup_param_groups, register_skip_method
-from scalelong_diffusers.models.mup import mup_scales
+from scalelong_diffusers.models.mup import mixes_mup_settings, mup_scales
 
 
 SMALL = {"sample_size": 8, "patch_size": 4, "num_layers": 4, "num_class_embeds": 5}
@@ -95,6 +95,7 @@ def test_roles():
     ("scaling", "roles"),
     [
         (TOKEN_GATES, {"fixed"}),
+        ({**CHANNEL_GATES, "shared": True}, {"hidden", "input"}),
         ({"method": "ls", "gate": "ie", "gate_axis": "channels"}, {"input"}),
         ("token_gates", {"output", "fixed"}),
         ("learnable", {"fixed"}),
@@ -218,11 +219,12 @@ def test_methods_of_users_have_roles_or_are_refused():
         uvit(32, base=16, skip_scaling="mup_odd_gate")
 
 
-@pytest.mark.parametrize("width", [0, -16, 12])
-def test_rejects_wrong_base_widths(width):
-    with pytest.raises(
-        UserError, match=f"mup_base_width must be a positive multiple of the head width 8 .* got {width}"
-    ):
+@pytest.mark.parametrize(
+    ("width", "message"),
+    [(0, "an integer, at least 1 and"), (-16, "an integer, at least 1 and"), (12, "a multiple of the head width 8")],
+)
+def test_rejects_wrong_base_widths(width, message):
+    with pytest.raises(UserError, match=f"mup_base_width must be {message} .* got {width}"):
         uvit(16, base=width)
 
 
@@ -239,5 +241,28 @@ def test_rejects_models_without_mup():
 def test_rejects_lora():
     model = uvit(32, base=16)
     model.add_adapter(LoraConfig(target_modules=["to_q"]))
-    with pytest.raises(UserError, match=r"muP has no rule for the parameter \S*to_q\S*.*Add LoRA"):
+    with pytest.raises(UserError, match=r"muP has no rule for some parameters .* train an adapter with a usual opt"):
         mup_param_groups(model, 1e-3)
+    assert not mixes_mup_settings(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_rejects_wrapped_models():
+    with pytest.raises(UserError, match="muP is for UViTModel, got OptimizedModule: pass the model before"):
+        mup_param_groups(torch.compile(uvit(32, base=16)), 1e-3)
+
+
+def test_width_may_be_the_default():
+    """diffusers drops entries of a config that have their default."""
+    with torch.device("meta"):
+        scales = mup_scales(UViTModel(num_layers=2, mup_base_width=128))
+    assert (scales["proj_out.weight"].role, scales["proj_out.weight"].ratio) == ("output", 4)
+
+
+def test_rules_draw_no_random_numbers():
+    states = []
+    for base in (None, 16):
+        model = uvit(32, base=base, skip_scaling=CHANNEL_GATES)
+        if base is not None:
+            mup_param_groups(model, 1e-3)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

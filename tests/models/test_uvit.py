@@ -717,7 +717,7 @@ def test_rejects_bad_inputs(config, inputs, message):
 def test_rejects_a_checkpoint_of_another_model(config, tmp_path):
     make().save_pretrained(tmp_path)
     # A class token needs another position embedding, which diffusers rejects itself.
-    with pytest.raises(ValueError, match=r"lacks \d+ weights of this UViTModel|expected shape"):
+    with pytest.raises(UserError, match=r"lacks \d+ weights of this UViTModel|do not fit their config\.json"):
         UViTModel.from_pretrained(tmp_path, **config)
 
 

@@ -71,7 +71,7 @@ class TestLoading:
         build_kind("sd1").save_pretrained(tmp_path)
         file = tmp_path / "text_encoder" / "config.json"
         file.write_text(file.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
-        with pytest.raises(UserError, match=r"weights of a component of .* do not fit its config\.json"):
+        with pytest.raises(UserError, match=r"weights in .* do not fit their config\.json"):
             load_stable_diffusion(tmp_path)
 
     @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
