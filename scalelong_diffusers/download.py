@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -90,7 +91,7 @@ def hub_errors(source: str | os.PathLike, revision: str | None = None) -> Iterat
         raise HubUnreachable(f"{source} is not a local folder, and the Hub cannot be reached: {advice}") from error
     except (HFValidationError, HfHubHTTPError) as error:
         raise UserError(_refusal(error, source, revision)) from error
-    except HTTPError as error:
+    except (HTTPError, OfflineModeIsEnabled) as error:
         raise HubUnreachable(f"the Hub cannot be reached for {source}: {error}") from error
 
 

@@ -103,7 +103,7 @@ class TransformersFeatures:
         name = type(self._model).__name__
         try:
             first, second = self(noise), self(noise)
-        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError, RuntimeError) as error:
             raise UserError(f"{source} has no image features: {name} fails with {error}") from error
         if not first.isfinite().all():
             raise UserError(f"{source} has no image features: {name} gives values that are not finite")

@@ -121,6 +121,9 @@ class TestRejects:
         config.write_text(json.dumps({**json.loads(config.read_text()), "image_mean": [math.nan] * 3}))
         with pytest.raises(UserError, match="nan has no image features: ViTModel gives values that are not finite"):
             load_features(str(tmp_path / "nan"))
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rescale_factor": 10**400}))
+        with pytest.raises(UserError, match="nan has no image features: ViTModel fails with int too large to convert"):
+            load_features(str(tmp_path / "nan"))
 
     @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
     def test_damaged_torch_weights(self, damage, make_network, tmp_path):

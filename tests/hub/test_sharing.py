@@ -7,7 +7,7 @@ import pytest
 from diffusers.utils import PushToHubMixin
 
 import scalelong_diffusers
-from scalelong_diffusers import UserError, push_adapter
+from scalelong_diffusers import UserError, push_adapter, push_to_hub
 from scalelong_diffusers.training.fine_tuning import prepare_for_fine_tuning
 
 
@@ -24,6 +24,11 @@ def run(hub, project_root):
         return json.loads(result.stdout.splitlines()[-1]), result.stdout + result.stderr
 
     return start
+
+
+def test_pushing_offline_is_refused_in_one_line(build_kind):
+    with pytest.raises(UserError, match=r"^the Hub cannot be reached for user/model: .*offline mode is enabled"):
+        push_to_hub(build_kind("sd1").unet, "user/model")
 
 
 @pytest.mark.slow

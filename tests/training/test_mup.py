@@ -93,7 +93,7 @@ def test_warns_of_an_optimizer_with_equal_learning_rates(start_run, capsys, is_r
 
 
 def test_does_not_warn_without_mup(start_run, capsys):
-    """Token gates have a learning rate apart, too."""
+    """Token gates learn at another rate, too."""
     flags = {**dict.fromkeys(WIDE), "skip_scaling": "token_gates"}
     start_run(lambda unet: torch.optim.AdamW(unet.parameters()), **flags)
     assert "mup_param_groups" not in capsys.readouterr().out
