@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_KILLS = 4
-# Files of the user in the output folder, with names like those of the package.
+# Files of the user in the output folder, whose names look like the names that the package uses.
 USER_FILES = (
     *("notes.txt", ".writable", ".old-photos/a.txt", ".partial-1/a.txt", ".tmp-notes", ".draft.part"),
     *("checkpoint-best/a.txt", "checkpoint-3.bak/a.txt", "samples/mine.txt", "logs/mine.txt"),
