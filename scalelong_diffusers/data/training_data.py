@@ -210,6 +210,8 @@ def _look_at_some(source: Source, rows: np.ndarray | RowGroups, skip_bad: bool) 
         except UnreadableImage as error:
             if not skip_bad:
                 raise error.with_skip_advice() from error
+    if not images:
+        raise UserError(f"{source.description}: none of the {len(rows):,} images that were tried can be read")
     return images
 
 

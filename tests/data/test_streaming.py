@@ -203,6 +203,13 @@ def test_skips_unreadable_images(stream, load, shards, png):
         list(stream().train.batches(4, num_steps=13, num_workers=2))
 
 
+def test_first_row_group_without_a_readable_image(load, tmp_path):
+    samples = pa.table({"image": [{"bytes": b"\x89PNG nothing", "path": None}] * 6})
+    pq.write_table(samples, tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"none of the \d images that were tried can be read"):
+        load(train_data_dir=tmp_path, streaming=True, on_bad_image="skip")
+
+
 def test_stops_at_damaged_files(stream, shards):
     data = stream()
     file = shards / "train-00003-of-00005.parquet"
