@@ -64,7 +64,7 @@ class Attacked:
 
     Args:
         main: its function of the command line.
-        flags: its flags, in which `{parts}` and `{output_dir}` stand for folders.
+        flags: its flags, in which `{parts}` and `{output_dir}` are replaced by folders.
         resumes: it is a training, which continues with `--resume_from_checkpoint latest`.
         has_workers: it takes `--dataloader_num_workers`.
         index: file without which it refuses a folder that is not empty.

@@ -89,7 +89,8 @@ def test_tables_of_the_docs_page_match_the_finished_runs(benchmark, mup, project
     assert mup.width_table(checks) in page
     assert mup.depth_table(checks) in page
     table = mup.rate_table(read(project_root / "benchmarks" / "mup_rates.jsonl", mup.RateRun))
-    assert (table in page) == table.startswith("|")
+    if table.startswith("|"):  # some runs have finished
+        assert table in page
 
 
 def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):

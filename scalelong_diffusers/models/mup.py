@@ -51,10 +51,14 @@ class ParameterScale:
 
     @property
     def learning_rate(self) -> float:
-        return self.depth / self.weight_decay
+        return self.depth / self._fan_in_ratio
 
     @property
     def weight_decay(self) -> float:
+        return self._fan_in_ratio
+
+    @property
+    def _fan_in_ratio(self) -> float:
         return self.ratio if self.role in ("hidden", "output") else 1.0
 
     @property

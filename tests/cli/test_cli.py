@@ -143,7 +143,7 @@ class TestInspect:
             "parameter": "pos_embed", "role": "input", "ratio": 4.0,
             "init_std": 1.0, "learning_rate": 1.0, "weight_decay": 1.0, "eps": 0.25,
         }  # fmt: skip
-        assert len(others) > len(rows)  # a row of the table stands for equal blocks
+        assert len(others) > len(rows)  # equal blocks share a row of the table
 
     def test_rejects_bad_input_with_one_line(self, error_of, tmp_path):
         write_config(tmp_path / "sd", SD15)

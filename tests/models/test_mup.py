@@ -138,12 +138,8 @@ def test_changes_of_features_do_not_depend_on_the_width():
     """A coordinate check. `benchmarks/mup.py` has the full one."""
 
     def change(width, is_mup):
-        model = uvit(width, base=16, **STARTS["residual"], num_class_embeds=5)
-        if is_mup:
-            groups = mup_param_groups(model, 1e-2)
-        else:
-            model = uvit(width, **STARTS["residual"])
-            groups = model.parameters()
+        model = uvit(width, base=16 if is_mup else None, **STARTS["residual"])
+        groups = mup_param_groups(model, 1e-2) if is_mup else model.parameters()
         features = []
         model.out_blocks[-1].register_forward_hook(lambda block, args, output: features.append(output.detach()))
         train(model, torch.optim.AdamW(groups, lr=1e-2, weight_decay=0), steps=5)
