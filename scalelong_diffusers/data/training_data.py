@@ -211,7 +211,10 @@ def _look_at_some(source: Source, rows: np.ndarray | RowGroups, skip_bad: bool) 
             if not skip_bad:
                 raise error.with_skip_advice() from error
     if not images:
-        raise UserError(f"{source.description}: none of the {len(rows):,} images that were tried can be read")
+        raise UserError(
+            f"{source.description}: none of the {len(rows):,} images that were tried can be read, starting with "
+            f"{source.name(int(some[0]))}"
+        )
     return images
 
 

@@ -332,7 +332,10 @@ class TestUnreadableImages:
         folder = image_folder([f"{i}.png" for i in range(30)])
         for path in folder.iterdir():
             path.write_bytes(b"broken")
-        message = "none of the 27 images of the train stream can be read"
+        message = (
+            "the folder pictures, 30 images: none of the 27 images that were tried can be read, starting with "
+            f"{folder}/"
+        )
         assert_rejected(load, message, train_data_dir=folder, on_bad_image="skip")
 
     @pytest.mark.parametrize("num_workers", [0, 1])
