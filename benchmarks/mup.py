@@ -42,7 +42,7 @@ from torch import nn
 from trainings import Scheduler
 
 from scalelong_diffusers import UViTModel
-from scalelong_diffusers.models.mup import mup_scales
+from scalelong_diffusers.models.mup import mup_scales, param_groups
 
 
 HERE = Path(__file__).parent
@@ -194,21 +194,24 @@ def observed(model: UViTModel) -> Iterable[tuple[str, nn.Module]]:
 
 
 def parameter_groups(model: UViTModel, check: Check) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, and undo the rules of muP that are switched off in the weights of a new model."""
-    groups = []
+    """Return the optimizer's groups without the rules that are switched off, and undo these in the new weights."""
+    rate, slow = CHECK_RATE[check.method], SKIP_LR_SCALE[check.method]
+    groups = param_groups([model], model.parameters(), rate, weight_decay=0, eps=1e-8, skip_lr_scale=slow)
+    groups = {p: {**group, "params": [p]} for group in groups for p in group["params"]}
     for name, scale in mup_scales(model).items():
         weight, is_skip_layer = model.get_parameter(name), "blocks" in name and "_proj" in name
-        rule_of_role = {"output": ("output", "output")}.get(scale.role, ("init", "learning rate"))
-        has_init, has_rate = (check.rule not in (STANDARD, rule) for rule in rule_of_role)
-        if not has_init and not (is_skip_layer and "skip_init" in METHODS[check.method]):
+        init, learning_rate = ("output", "output") if scale.role == "output" else ("init", "learning rate")
+        if check.rule in (STANDARD, init) and not (is_skip_layer and "skip_init" in METHODS[check.method]):
             weight.data /= scale.init_std
-        rate = CHECK_RATE[check.method] / (scale.weight_decay if has_rate else 1)
-        if is_skip_layer:
-            rate *= SKIP_LR_SCALE[check.method]
-            rate *= BASE_DEPTH / check.layers if check.depth_rule in (BOTH, SKIP_LAYERS) else 1
-        eps = 1e-8 * (scale.eps if check.rule not in (STANDARD, "eps") else 1)
-        groups.append({"params": [weight], "lr": rate, "eps": eps})
-    return groups
+        if check.rule in (STANDARD, learning_rate):
+            groups[weight]["lr"] *= scale.weight_decay  # m, if the learning rate is divided by it
+        if check.rule in (STANDARD, "eps"):
+            groups[weight]["eps"] /= scale.eps
+        if is_skip_layer and check.depth_rule == BRANCHES:
+            groups[weight]["lr"] /= BASE_DEPTH / check.layers
+        if is_skip_layer and check.depth_rule == SKIP_LAYERS:
+            groups[weight]["lr"] *= BASE_DEPTH / check.layers
+    return list(groups.values())
 
 
 def slope(sizes: Iterable[int], changes: Iterable[float]) -> float:

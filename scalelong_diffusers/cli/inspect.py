@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = SkipScalingConfig.from_flags(vars(arguments))
     if arguments.mup:
         return _run_mup(arguments, config)
+    if arguments.mup_base_width is not None:
+        raise UserError(f"--mup_base_width {arguments.mup_base_width} needs --mup")
     skips = skip_connections(model_skeleton(arguments.model, config))
     if arguments.json:
         rows = [dataclasses.asdict(skip) for skip in skips]

@@ -7,12 +7,12 @@ With m = width / base width, Adam's settings and the init of a parameter depend 
 |---|---|---|---|---|---|
 | input | grows with the width where it writes: embeddings, biases, gains | | | | / m |
 | hidden | grows where it reads and where it writes | / sqrt(m) | / m | * m | / m |
-| output | grows where it reads | / m | / m | * m | |
+| output | grows where it reads | / m | / m | * m | / m |
 | fixed | does not grow | | | | |
 
-Often the output layer keeps its init and learning rate, and divides its input by m. For Adam without clipping this is
-the same training, but then the output of saved weights depends on m. AdamW's decay per step, learning rate * weight
-decay, does not depend on m. Gradients of input and hidden weights shrink like 1 / m, and so must eps.
+Often the output layer keeps its init and learning rate, and divides its input by m. This is the same training, but
+then the output of saved weights depends on m. AdamW's decay per step, learning rate * weight decay, does not depend on
+m. Gradients shrink like 1 / m, and so must eps; `MupOutput` divides the gradient that does not shrink by itself.
 
 Depth: with c = base depth / depth, the residual branches are multiplied by c, as in CompleteP, and so is the learning
 rate of the skip layers, through which the hidden state passes one after the other.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from diffusers import ModelMixin
 from torch import nn
 
@@ -63,7 +64,26 @@ class ParameterScale:
 
     @property
     def eps(self) -> float:
-        return 1 / self.ratio if self.role in ("input", "hidden") else 1.0
+        return 1 / self.ratio
+
+
+class MupOutput(nn.Linear):
+    """
+    A last layer whose weight gets 1 / m of its gradient.
+
+    Adam would learn the same from the whole gradient, but its norm grows with the width, and with it the norm of all
+    gradients, which is clipped.
+    """
+
+    def __init__(self, in_features: int, out_features: int, ratio: float):
+        super().__init__(in_features, out_features)
+        self.ratio = ratio  # m
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if self.ratio != 1:
+            weight = torch.lerp(weight.detach(), weight, 1 / self.ratio)  # the same values
+        return F.linear(hidden_states, weight, self.bias)
 
 
 def has_mup(model: ModelMixin) -> bool:

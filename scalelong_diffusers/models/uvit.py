@@ -17,7 +17,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import has_functorch_transform, has_saved_tensors_hooks
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import SkipScalingMixin
-from scalelong_diffusers.models.mup import start_mup
+from scalelong_diffusers.models.mup import MupOutput, start_mup
 from scalelong_diffusers.models.skip_init import REFERENCE, SKIP_INITS, start_layers
 from scalelong_diffusers.models.skips import OutBlockSkips
 from scalelong_diffusers.options import Option, check_arguments
@@ -141,7 +141,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.mid_block = blocks(1, has_skip=False)[0]
         self.out_blocks = blocks(num_layers // 2, has_skip=True)
         self.norm = nn.LayerNorm(hidden_size)
-        self.proj_out = nn.Linear(hidden_size, patch_size**2 * out_channels)
+        ratio = hidden_size / (mup_base_width or hidden_size)
+        self.proj_out = MupOutput(hidden_size, patch_size**2 * out_channels, ratio)
         self.conv_out = nn.Conv2d(out_channels, out_channels, 3, padding=1) if final_conv else None
         self.gradient_checkpointing = False
         self._init_weights()

@@ -131,12 +131,13 @@ class TestInspect:
         UViTModel(hidden_size=32, num_attention_heads=4, num_layers=8).save_config(tmp_path)
         assert "without mup_base_width: pass --mup_base_width" in error_of("inspect", tmp_path, "--mup")
         assert "multiple of the head width 8" in error_of("inspect", tmp_path, "--mup", "--mup_base_width", "12")
+        assert "--mup_base_width 8 needs --mup" in error_of("inspect", tmp_path, "--mup_base_width", "8")
         wide = ("inspect", tmp_path, "--mup", "--mup_base_width", 8)
         lines = [line.split("  ") for line in scalelong(*wide)[1].splitlines()]
         rows = {cells[0]: [cell.strip() for cell in cells if cell][1:] for cells in lines}
         assert rows["parameter"] == ["role", "init_std", "learning_rate", "weight_decay", "eps"]
         assert rows["in_blocks.*.mlp.fc1.weight"] == ["hidden", "x 0.5", "x 0.25", "x 4", "x 0.25"]
-        assert rows["proj_out.weight"] == ["output", "x 0.25", "x 0.25", "x 4", "x 1"]
+        assert rows["proj_out.weight"] == ["output", "x 0.25", "x 0.25", "x 4", "x 0.25"]
         assert rows["pos_embed"] == ["input", "x 1", "x 1", "x 1", "x 0.25"]
         first, *others = json.loads(scalelong(*wide, "--json")[1])
         assert first == {

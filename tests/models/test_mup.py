@@ -112,11 +112,11 @@ def test_settings_follow_the_width():
     settings = groups_of(uvit(64, base=16, skip_scaling="token_gates"))
     assert settings["in_blocks.0.mlp.fc2.weight"] == (2.5e-3, 0.4, 2.5e-7)
     assert settings["out_blocks.0.skip_proj.weight"] == (2.5e-3, 0.4, 2.5e-7)
-    assert settings["proj_out.weight"] == (2.5e-3, 0.4, 1e-6)
+    assert settings["proj_out.weight"] == (2.5e-3, 0.4, 2.5e-7)
     assert settings["pos_embed"] == settings["norm.bias"] == (1e-2, 0.1, 2.5e-7)
     assert settings["conv_out.weight"] == (1e-2, 0.1, 1e-6)
     # The method's own learning rate and decay are on top.
-    assert settings["skip_scaler.gates.token_gates_1.linear.weight"] == pytest.approx((1.25e-4, 0, 1e-6))
+    assert settings["skip_scaler.gates.token_gates_1.linear.weight"] == pytest.approx((1.25e-4, 0, 2.5e-7))
 
 
 def test_hidden_and_output_weights_start_smaller():
@@ -126,6 +126,19 @@ def test_hidden_and_output_weights_start_smaller():
         is_gate = name.startswith("skip_scaler")  # it starts in proportion to its own width
         factor = 1.0 if is_gate else {"hidden": 0.5, "output": 0.25}.get(scales[name].role, 1.0)
         torch.testing.assert_close(a * factor, b)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradient_of_the_last_layer_shrinks_like_the_others(is_compiled):
+    """Otherwise, the norm of all gradients would grow with the width, and clipping would begin earlier."""
+    plain, wide = uvit(64, base=64), uvit(64, base=16)
+    wide.load_state_dict(plain.state_dict())
+    assert torch.equal(uvit_output(wide), uvit_output(plain))
+    for model in (plain, wide):
+        runs = torch.compile(model, backend="aot_eager") if is_compiled else model
+        runs(torch.ones(1, 3, 8, 8), 5, class_labels=torch.tensor([0])).sample.square().mean().backward()
+    for (name, a), b in zip(plain.named_parameters(), wide.parameters()):
+        torch.testing.assert_close(a.grad * (0.25 if name == "proj_out.weight" else 1), b.grad)
 
 
 def test_residual_start_does_not_depend_on_the_width():
