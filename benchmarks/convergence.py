@@ -8,8 +8,9 @@ In how many fewer steps do models train whose long skips are scaled, or whose sk
 The protocol, fixed before the first run:
 
 - Data: Fashion-MNIST, 28 x 28 pixels, from Debian's package dataset-fashion-mnist, a folder or the Hub.
-- Training: the package's own scripts with epsilon prediction, linear betas, AdamW with beta2 0.999 and weight decay
-  0.03, 100 warm-up steps and then a constant learning rate, gradients clipped at 1.0, a maximum EMA decay of 0.995.
+- Training: the package's own scripts with epsilon prediction, linear betas, AdamW with beta2 0.999, eps 1e-10 and
+  weight decay 0.03, 100 warm-up steps and then a constant learning rate, gradients clipped at 1.0, a maximum EMA decay
+  of 0.995.
 - Every 50 steps: the loss of 256 held-out images with fixed noise, in EMA and in raw weights. All numbers in the
   tables use EMA weights. The final loss is the mean of the last three validations.
 - Workloads: a U-ViT with 20 layers, width 64, 4 heads and patch size 7 with batches of 32 images for 1,500 steps; the
@@ -18,6 +19,11 @@ The protocol, fixed before the first run:
   steps.
 - Methods: METHODS in convergence_runs.py. METHODS_ON names the methods of each workload. "residual" was chosen by
   pilot runs with seeds 0 and 1 on the first workload and on the U-Net; they are not part of the results.
+- eps: at first it was 1e-8 for all methods. On the shapes, a residual run (seed 8) stayed on a plateau for 1,400
+  steps, since the first gradients of its attention, 1e-9 to 1e-10, are below eps. With 1e-9 and less the same run
+  leaves the plateau before step 450, with 1e-8 and more it stays. So all methods except "plain" changed to 1e-10 and
+  were tuned again. "plain" keeps its finished runs; its best setting is repeated with the smaller eps on two
+  workloads, and these runs count for the target, too. "residual, eps 1e-8" has the finished residual runs.
 - Tuning: each method has the same budget on each workload: five learning rates (1e-3 to 1.6e-2) times two values of
   beta1 (0.9, 0.99), with seed 0. The best setting has the lowest final loss.
 - Stopping rule: a tuning run is out of the race if its loss at 1/4 of its steps is above 2 times, or at 1/2 of its
@@ -28,13 +34,14 @@ The protocol, fixed before the first run:
   stopped as soon as finished runs show that it is out of the race, which only saves time.
 - Divergence: a run diverges if it stops because of non-finite losses, or if its final loss, in EMA or raw weights, is
   above its first validation.
-- Comparison: each method at its best setting with the fresh seeds 1 to 8. The target is the lowest final loss of all
-  plain runs on that workload, tuning runs included. (At first it was the median over seeds. It was made stricter after
-  the first two seeds, which showed that plain runs can diverge.) A run reaches the target at the first of three
-  consecutive validations below it; a run that does not, or that diverges, needs infinitely many steps. The speed-up of
-  a run is the number of steps of the whole training / the steps to the target. The plain model sets the target, so its
-  speed-up is 1. Reported are the median over seeds and the smallest speed-up. By a one-sided sign test, the true
-  median is at least the smallest of 8 speed-ups with p = 1/256.
+- Comparison: each finalist at its best setting with the fresh seeds 1 to 8. Finalists are "plain" and "residual", with
+  both values of eps; the other methods are only tuned, on the first workload. (This was decided before they ran.) The
+  target is the lowest final loss of all plain runs on that workload, tuning runs included. (At first it was the median
+  over seeds. It was made stricter after the first two seeds, which showed that plain runs can diverge.) A run reaches
+  the target at the first of three consecutive validations below it; a run that does not, or that diverges, needs
+  infinitely many steps. The speed-up of a run is the number of steps of the whole training / the steps to the target.
+  The plain model sets the target, so its speed-up is 1. Reported are the median over seeds and the smallest speed-up.
+  By a one-sided sign test, the true median is at least the smallest of 8 speed-ups with p = 1/256.
 - The paper's protocol, as a second table: 20 layers, U-ViT's optimizer (beta1 0.99, no clipping), equal learning
   rates, seeds 1 and 2, no tuning and no stopping. The target is the plain model's final loss at the same rate and
   seed.

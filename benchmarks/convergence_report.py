@@ -8,6 +8,7 @@ from chart import HEIGHT, WIDTH, Curve, chart
 from convergence_runs import (
     BASE,
     BETA1S,
+    CONTROLS,
     EVERYWHERE,
     FID_PARTS,
     METHODS_ON,
@@ -51,7 +52,8 @@ def quick_table(results: Results) -> str:
 
 def plain_target(results: Results, workload: str) -> float:
     """Return the lowest final loss of all plain runs, or infinity if no plain run has finished well."""
-    runs = [*tuning_runs(workload, PLAIN), *_finished_seeds(results, workload, PLAIN)]
+    seeds = [run for method in (PLAIN, *CONTROLS) for run in _finished_seeds(results, workload, method)]
+    runs = [*tuning_runs(workload, PLAIN), *seeds]
     return min((results.final_loss(run) for run in runs if run in results), default=math.inf)
 
 

@@ -22,32 +22,39 @@ _SUM, _REZERO = {"skip_init": "sum"}, {"block_scale": "rezero"}
 _RESIDUAL = {**_SUM, **_REZERO, "skip_lr_scale": 0.1}
 _RESIDUAL_UNET = {"skip_init": "zero", "zero_init_residual": True}
 
+_EPS_1E_8 = {"adam_epsilon": 1e-8}
+
 # Method names, as stored in the result lines, and their flags. `block_scale` is a field of the model's config.
 METHODS = {
-    "plain": _PLAIN,
+    "plain": {**_PLAIN, **_EPS_1E_8},
+    "plain, eps 1e-10": _PLAIN,
     "cs": {**_PLAIN, **_CS},
     "ls": {**_PLAIN, **_LS},
     "sum": {**_PLAIN, **_SUM},
     "rezero": {**_PLAIN, **_REZERO},
     "sum + rezero": {**_PLAIN, **_SUM, **_REZERO},
     "residual": {**_PLAIN, **_RESIDUAL},
+    "residual, eps 1e-8": {**_PLAIN, **_RESIDUAL, **_EPS_1E_8},
     "residual + cs": {**_PLAIN, **_RESIDUAL, **_CS},
     "ls (paper)": {**_PLAIN, **_PAPERS_LS},
 }
 PLAIN, BASE, PAPER, QUICK, UNET = "plain", "20 layers", "paper", "quick", "U-Net"
 EVERYWHERE = (PLAIN, "residual")
+_BOTH_EPS = ("plain", "plain, eps 1e-10", "residual", "residual, eps 1e-8")
 # The methods that run on each workload.
 METHODS_ON = {
-    BASE: ("plain", "residual", "cs", "ls", "sum", "rezero", "sum + rezero", "residual + cs"),
-    "12 layers": EVERYWHERE,
+    BASE: (*_BOTH_EPS, "cs", "ls", "sum", "rezero", "sum + rezero", "residual + cs"),
+    "12 layers": (*EVERYWHERE, "residual, eps 1e-8"),
     "28 layers": EVERYWHERE,
     "batch 16": EVERYWHERE,
     "batch 64": EVERYWHERE,
     "patch 4": EVERYWHERE,
-    "class-conditional shapes": EVERYWHERE,
+    "class-conditional shapes": _BOTH_EPS,
     UNET: EVERYWHERE,
     PAPER: ("plain", "cs", "ls (paper)", "residual"),
 }
+# The methods that train with all seeds; the others are only tuned. Controls take the best setting of another method.
+FINALISTS, CONTROLS = _BOTH_EPS, {"plain, eps 1e-10": PLAIN}
 TUNED = tuple(name for name in METHODS_ON if name != PAPER)
 
 # From the middle outwards, so that the first runs can stop later ones.
@@ -111,7 +118,7 @@ WORKLOADS = {
         uses_fashion_mnist=False,
     ),
     UNET: Workload(_UNET, steps=1_000, methods={"residual": {**_PLAIN, **_RESIDUAL_UNET}}),
-    PAPER: Workload(flags={"max_grad_norm": 0}),
+    PAPER: Workload(flags={"max_grad_norm": 0, **_EPS_1E_8}),
     QUICK: Workload(steps=500),
 }
 TRAINING = {
@@ -119,6 +126,7 @@ TRAINING = {
     "lr_warmup_steps": 100,
     "lr_scheduler": "constant_with_warmup",
     "adam_beta2": 0.999,
+    "adam_epsilon": 1e-10,
     "adam_weight_decay": 0.03,
     "max_grad_norm": 1.0,
     "ema_decay": 0.995,
@@ -225,7 +233,7 @@ class Results(ResultFile[Run]):
 
     def best_setting(self, workload: str, method: str) -> tuple[float, float] | None:
         """Return learning rate and beta1 of the lowest final loss, or None until all tuning runs have finished."""
-        runs = tuning_runs(workload, method)
+        runs = tuning_runs(workload, CONTROLS.get(method, method))
         if not all(run in self for run in runs):
             return None
         runs = [run for run in runs if not self.is_hopeless(run, self.evaluations(run))]
@@ -233,8 +241,8 @@ class Results(ResultFile[Run]):
         return best.learning_rate, best.beta1
 
     def seed_runs(self, workload: str, method: str) -> list[Run]:
-        """Return the runs of all seeds at the best setting, or no run until the setting is known."""
-        setting = self.best_setting(workload, method)
+        """Return a finalist's runs of all seeds at the best setting, or no run until the setting is known."""
+        setting = self.best_setting(workload, method) if method in FINALISTS else None
         return [] if setting is None else [Run(workload, method, *setting, seed) for seed in SEEDS]
 
     def planned_runs(self, workload: str, methods: Iterable[str]) -> list[Run]:
@@ -244,7 +252,7 @@ class Results(ResultFile[Run]):
             return [Run(QUICK, method, QUICK_RATES[method]) for method in methods]
         if workload == PAPER:
             return [run for rate in PAPER_RATES for method in methods for run in paper_runs(method, rate)]
-        tuning = [run for method in methods for run in tuning_runs(workload, method)]
+        tuning = [run for method in methods if method not in CONTROLS for run in tuning_runs(workload, method)]
         return tuning + [run for method in methods for run in self.seed_runs(workload, method)]
 
 

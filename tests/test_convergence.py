@@ -153,11 +153,11 @@ def test_comparison_with_the_best_plain_run(runs, report, results, tuned):
     plain = [[9.0] * 27 + [loss] * 3 for loss in (2.5, 2.5, 2.6, 2.6, 3.0, 3.0, 4.0, 4.0)]
     fast, slow, late, never = ([9.0] * k + [2.0] * (30 - k) for k in (9, 14, 23, 30))
     entries = {
-        **tuned("20 layers", "plain", "residual", "cs", "ls"),
+        **tuned("20 layers", "plain", "residual", "residual, eps 1e-8"),
         **at_best(runs, "20 layers", "plain", plain),
         **at_best(runs, "20 layers", "residual", [fast] * 4 + [slow] * 3 + [late]),
-        **at_best(runs, "20 layers", "cs", [fast] * 3 + [slow] + [never] * 4),
-        **at_best(runs, "20 layers", "ls", [fast] * 7),
+        **at_best(runs, "20 layers", "residual, eps 1e-8", [fast] * 3 + [slow] + [never] * 4),
+        **at_best(runs, "20 layers", "plain, eps 1e-10", [never] * 7),
     }
     found = results(entries)
     assert report.plain_target(found, "20 layers") == 2.5
@@ -168,20 +168,33 @@ def test_comparison_with_the_best_plain_run(runs, report, results, tuned):
     assert rows["plain"] == ["0.001, 0.9", "8", plain_range, "0", "1,500", "1.00", ""]
     assert rows["residual"][1:] == ["8", "2.0000 (2.0000 to 2.0000)", "8", "750", "2.00", "1.25"]
     # Halfway between a gain and a miss is no gain.
-    assert rows["cs"][4:7] == ["not reached", "not reached", "not reached"]
+    assert rows["residual, eps 1e-8"][4:7] == ["not reached", "not reached", "not reached"]
     # No bound before all seeds have finished.
-    assert rows["ls"][1:2] + rows["ls"][4:7] == ["7", "500", "3.00", ""]
+    assert rows["plain, eps 1e-10"][:2] + rows["plain, eps 1e-10"][6:7] == ["0.001, 0.9", "7", ""]
+
+
+def test_control_takes_the_setting_of_the_plain_model_and_counts_for_the_target(runs, report, results, tuned):
+    entries = tuned("20 layers", "plain")
+    (first, *_), control = results(entries).planned_runs("20 layers", ["plain, eps 1e-10"]), "plain, eps 1e-10"
+    assert first == runs.Run("20 layers", control, 1e-3, 0.9, seed=1)
+    found = results({**entries, **at_best(runs, "20 layers", control, [[9.0] * 27 + [0.1] * 3])})
+    assert report.plain_target(found, "20 layers") == 0.1
+
+
+def test_methods_that_are_no_finalists_are_only_tuned(runs, results, tuned):
+    planned = results(tuned("20 layers", "cs")).planned_runs("20 layers", ["cs"])
+    assert planned == runs.tuning_runs("20 layers", "cs")
 
 
 def test_plain_runs_that_diverge_set_no_target(runs, report, results, tuned):
-    entries = tuned("20 layers", "plain", "cs")
+    entries = tuned("20 layers", "plain", "residual")
     entries |= at_best(runs, "20 layers", "plain", [[1.0, 0.5, 2.0, 2.0, 2.0]] * 2 + [[2.0, 1.0, 1.0, 1.0]])
-    entries |= at_best(runs, "20 layers", "cs", [[2.0, 0.9, 0.9, 0.9]])
+    entries |= at_best(runs, "20 layers", "residual", [[2.0, 0.9, 0.9, 0.9]])
     found = results(entries)
     assert report.plain_target(found, "20 layers") == 1.0
-    plain, cs = cells(report.comparison(found))
+    plain, residual = cells(report.comparison(found))
     assert plain[4:] == ["diverges (1.0000 to diverges)", "0", "1,500", "1.00", ""]
-    assert cs[4:8] == ["0.9000 (0.9000 to 0.9000)", "1", "100", "15.00"]
+    assert residual[4:8] == ["0.9000 (0.9000 to 0.9000)", "1", "100", "15.00"]
     only_diverging = {run: [1.0, 2.0, 2.0, 2.0] for run in runs.tuning_runs("12 layers", "plain")}
     assert report.plain_target(results(only_diverging), "12 layers") == math.inf
 
