@@ -139,8 +139,8 @@ class ConvergenceScheduler(Scheduler[Run]):
         self.data = data
         self.accuracy: float | None = None
 
-    def script(self, run: Run) -> str:
-        return WORKLOADS[run.workload].script
+    def script(self, run: Run) -> list[str]:
+        return ["-m", f"scalelong_diffusers.train.{WORKLOADS[run.workload].script}"]
 
     def settings(self, run: Run) -> dict[str, Any]:
         workload = WORKLOADS[run.workload]

@@ -17,12 +17,14 @@ each of them alone, and with none. The skip layers of the residual start learn a
 Learning rates: the package's script on Fashion-MNIST, batches of 32, 500 steps, 50 warm-up steps and then a constant
 rate, AdamW with weight decay 0.03, clipping at 1, EMA decay of at most 0.99, 12 layers and patch size 7. The rates are
 powers of 2, from 2^-12 to 2^-4. From the middle, they are tried outwards until two in a row end above 1.25 times the
-lowest loss, or diverge. The final loss is the mean of the last three of ten validations in EMA weights.
+lowest loss, or diverge. The final loss is the mean of the last three of ten validations in EMA weights. The same for
+a U-Net of three levels with 16, 32 or 64 channels at the highest resolution, whose last layer starts at zero.
 
 Each run is a process with one thread. To resume after an interruption, run the same command again.
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -60,7 +62,10 @@ STANDARD, MUP = "standard", "muP"
 BOTH, BRANCHES, SKIP_LAYERS, NONE = DEPTH_RULES = ("both", "branches", "skip layers", "none")
 
 # Learning rates
+UNET = "U-Net"
+RATE_METHODS = ("residual", UNET, "plain")
 WIDTHS, DEPTHS = (32, 64, 128, 256), (12, 20, 28)
+UNET_WIDTHS, UNET_LAYERS = (16, 32, 64), 3
 EXPONENTS, TOO_HIGH, OUTWARDS = range(-12, -3), 1.25, 2
 STEPS, VALIDATIONS = 500, 10
 TRAINING = {
@@ -290,6 +295,8 @@ class RateRun:
     @property
     def model(self) -> dict[str, Any]:
         """The config of the model."""
+        if self.method == UNET:
+            return {**_UNET_CONFIG, **unet_widths(self.width)}
         return {
             "_class_name": "UViTModel",
             **{"sample_size": SIZE, "in_channels": 1, "patch_size": 7},
@@ -300,14 +307,25 @@ class RateRun:
         }
 
 
+def unet_widths(width: int) -> dict[str, Any]:
+    """Return the entries of a U-Net's config that depend on its width."""
+    return {"block_out_channels": [width, 2 * width, 2 * width], "norm_num_groups": width // 2}
+
+
+_UNET_CONFIG = {
+    "_class_name": "ScaleLongUNet2DModel",
+    **{"sample_size": SIZE, "in_channels": 1, "out_channels": 1, "layers_per_block": 2, "attention_head_dim": 16},
+    "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
+}
 Basin = partial[RateRun]
 
 
 def basins(method: str) -> list[Basin]:
     """Return the models of a method, which are trained with several learning rates."""
-    over_width = [
-        partial(RateRun, method, has_mup, width, BASE_DEPTH, False) for has_mup in (True, False) for width in WIDTHS
-    ]
+    over_width = [basin for has_mup in (True, False) for basin in basins_over_width(method, has_mup)]
+    if method == UNET:
+        return over_width
     over_depth = [
         partial(RateRun, method, True, BASE_WIDTH, layers, has_base_depth)
         for layers in DEPTHS
@@ -315,6 +333,11 @@ def basins(method: str) -> list[Basin]:
         for has_base_depth in (False, True)
     ]
     return over_width + over_depth
+
+
+def basins_over_width(method: str, has_mup: bool) -> list[Basin]:
+    widths, layers = (UNET_WIDTHS, UNET_LAYERS) if method == UNET else (WIDTHS, BASE_DEPTH)
+    return [partial(RateRun, method, has_mup, width, layers, False) for width in widths]
 
 
 def next_exponents(results: ResultFile[RateRun], basin: Basin) -> list[int]:
@@ -343,8 +366,14 @@ class RateScheduler(Scheduler[RateRun]):
         super().__init__(folder, results, jobs)
         self.data = data
 
+    def script(self, run: RateRun) -> list[str]:
+        if run.method != UNET:
+            return super().script(run)
+        base = unet_widths(UNET_WIDTHS[0]) if run.has_mup else {}
+        return [str(HERE / "unet_with_mup.py"), json.dumps(base)]
+
     def settings(self, run: RateRun) -> dict[str, Any]:
-        own = {"learning_rate": 2**run.exponent, "seed": run.seed, "skip_lr_scale": SKIP_LR_SCALE[run.method]}
+        own = {"learning_rate": 2**run.exponent, "seed": run.seed, "skip_lr_scale": SKIP_LR_SCALE.get(run.method, 1.0)}
         return {**TRAINING, **self.data, **own}
 
     def outcome(self, run: RateRun) -> str:
@@ -356,7 +385,7 @@ def run_rates(results: ResultFile[RateRun], arguments: argparse.Namespace):
     folder.mkdir(parents=True, exist_ok=True)
     with results.locked():
         scheduler = RateScheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
-        for method in reversed(METHODS):
+        for method in RATE_METHODS:
             scheduler.run_all(partial(planned_rates, results, method))
 
 
@@ -375,7 +404,7 @@ def basin_losses(results: ResultFile[RateRun], basin: Basin) -> dict[int, float]
 
 def rate_table(results: ResultFile[RateRun]) -> str:
     rows = []
-    for method in METHODS:
+    for method in RATE_METHODS:
         for basin in basins(method):
             losses = basin_losses(results, basin)
             if not losses:
@@ -410,7 +439,7 @@ def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
 
 def draw_figure(results: ResultFile[RateRun], method: str = "residual"):
     """Draw the final loss over the learning rate for each width, without muP and with it, for light and dark pages."""
-    plan = {has_mup: [partial(RateRun, method, has_mup, w, BASE_DEPTH, False) for w in WIDTHS] for has_mup in (0, 1)}
+    plan = {has_mup: basins_over_width(method, has_mup) for has_mup in (False, True)}
     if not all(next_exponents(results, basin) == [] for both in plan.values() for basin in both):
         return
     for name, (text, line, colors) in {"light": _LIGHT, "dark": _DARK}.items():

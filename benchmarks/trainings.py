@@ -32,8 +32,9 @@ class Scheduler(Generic[Run]):
         self.jobs = jobs
         self.processes: dict[Run, subprocess.Popen] = {}
 
-    def script(self, run: Run) -> str:
-        return "train_unconditional"
+    def script(self, run: Run) -> list[str]:
+        """Return the script that trains a run, as Python's arguments."""
+        return ["-m", "scalelong_diffusers.train.train_unconditional"]
 
     def settings(self, run: Run) -> dict[str, Any]:
         """Return the flags of a run."""
@@ -96,7 +97,7 @@ class Scheduler(Generic[Run]):
             words.append("--resume_from_checkpoint=latest")
         with open(self._error_log(run), "w") as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", f"scalelong_diffusers.train.{self.script(run)}", *words],
+                [sys.executable, *self.script(run), *words],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

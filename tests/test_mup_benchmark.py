@@ -1,5 +1,6 @@
 """The benchmark of muP: the coordinate check, the plan of the learning rates, and the tables of the docs page."""
 
+import json
 import math
 import re
 from functools import partial
@@ -53,29 +54,36 @@ def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
     from scalelong_diffusers.training import TrainingConfig, parse_config
 
     scheduler = mup.RateScheduler(tmp_path, {}, rates({})[0], jobs=1)
-    for method in mup.METHODS:
+    for method in mup.RATE_METHODS:
         for basin in mup.basins(method):
             run = basin(-8)
             settings = {**scheduler.settings(run), "output_dir": tmp_path}
             config = parse_config(TrainingConfig, "", [f"--{name}={value}" for name, value in settings.items()])
             assert config.optimization.learning_rate == 2**-8
+            if method == mup.UNET:
+                continue
             model = UViTModel.from_config(run.model)
             assert model.config.hidden_size // model.config.num_attention_heads == mup.HEAD_WIDTH
             assert model.config.mup_base_width == (64 if run.has_mup else None)
-    names = [basin(k).name for method in mup.METHODS for basin in mup.basins(method) for k in mup.EXPONENTS]
+    names = [basin(k).name for method in mup.RATE_METHODS for basin in mup.basins(method) for k in mup.EXPONENTS]
     assert len(set(names)) == len(names)
 
 
-def test_coordinate_check_tells_muP_from_the_standard_parametrization(mup):
-    """Two widths, one seed and two layers; the page shows the full check."""
-    slopes = {}
-    for rule in (mup.MUP, mup.STANDARD):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "rules_off"), [("plain", ("init", "learning rate", "output")), ("residual", ("eps",))]
+)
+def test_coordinate_check_needs_every_rule(mup, method, rules_off):
+    """Three widths, one seed and two layers; the page shows the full check."""
+    widths, largest = (32, 128, 512), {}
+    for rule in (mup.MUP, mup.STANDARD, *rules_off):
         changes = [
-            mup.feature_changes(mup.Check("residual", rule, width, seed=0, layers=2))["changes"] for width in (32, 256)
+            mup.feature_changes(mup.Check(method, rule, width, seed=0, layers=2))["changes"] for width in widths
         ]
-        slopes[rule] = {name: mup.slope((32, 256), [both[name] for both in changes]) for name in changes[0]}
-    assert max(map(abs, slopes[mup.MUP].values())) < 0.3
-    assert max(slopes[mup.STANDARD].values()) > 1
+        slopes = [mup.slope(widths, [each[name] for each in changes]) for name in changes[0]]
+        largest[rule] = max(map(abs, slopes))
+    assert largest.pop(mup.MUP) < 0.22
+    assert min(largest.values()) > 0.25
 
 
 def test_slope(mup):
@@ -110,3 +118,18 @@ def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
         svg = (tmp_path / f"mup-{name}.svg").read_text()
         assert svg.count("<polyline") == 2 * len(mup.WIDTHS)
         assert not re.search(r"(href|src|url)", svg)
+
+
+@pytest.mark.slow
+def test_unets_train_with_the_settings_of_mup(mup, rates, tmp_path, monkeypatch):
+    """The script runs, and writes the learning rate of the base model."""
+    scheduler = mup.RateScheduler(tmp_path, {"num_shapes": 30, "resolution": 8}, rates({})[0], jobs=1)
+    small = {"validation_size": 3, "train_batch_size": 2, "max_train_steps": 2, "lr_warmup_steps": 0}
+    monkeypatch.setattr(mup, "TRAINING", {**mup.TRAINING, **small, "logging_steps": 1, "validation_steps": 1})
+    monkeypatch.setattr(
+        mup, "_UNET_CONFIG", {**mup._UNET_CONFIG, "sample_size": 8, "in_channels": 3, "out_channels": 3}
+    )
+    run = mup.RateRun(mup.UNET, True, 32, 3, False, -7)
+    scheduler.run_all(lambda: [run])
+    log = [json.loads(line) for line in (tmp_path / f"{run.name}.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in log] == [2**-7] * 2

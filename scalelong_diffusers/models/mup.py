@@ -19,16 +19,17 @@ rate of the skip layers, through which the hidden state passes one after the oth
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from diffusers import ModelMixin
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.skip_init import skip_layer_parameters
 from scalelong_diffusers.scaling import SkipMethod
@@ -90,19 +91,28 @@ def has_mup(model: ModelMixin) -> bool:
     return any(model.config.get(name) is not None for name in ("mup_base_width", "mup_base_depth"))
 
 
-def mup_scales(model: ModelMixin) -> dict[str, ParameterScale]:
-    """Return the scale of each parameter by name. It is empty for a model without a base width or depth."""
-    if not has_mup(model):
+def mup_scales(model: ModelMixin, base_config: Mapping[str, Any] | None = None) -> dict[str, ParameterScale]:
+    """
+    Return the scale of each parameter by name. It is empty for a model without a base model.
+
+    Args:
+        base_config: the base model of a U-Net; see [`mup_param_groups`].
+    """
+    if base_config is not None:
+        base, wider = _base_unet(model, base_config), model
+    elif has_mup(model):
+        base, wider = model.mup_skeleton(1), model.mup_skeleton(2)
+    else:
         return {}
-    depth = model.mup_branch_scale
-    skip_layers = set(skip_layer_parameters(model))
-    base, wider = model.mup_skeleton(1), model.mup_skeleton(2)
+    depth = model.mup_branch_scale if has_mup(model) else 1.0
+    skip_layers = set(skip_layer_parameters(model)) if has_mup(model) else set()
     parameters, smaller, larger = (list(m.named_parameters()) for m in (model, base, wider))
     if len(parameters) != len(smaller):
         raise UserError(
-            f"muP has no rule for some parameters of this {type(model).__name__}, since a model with its config has "
-            f"{len(smaller)} parameters and this one has {len(parameters)}: train an adapter with a usual optimizer"
+            f"muP compares models that differ in width only, but this {type(model).__name__} has {len(parameters)} "
+            f"parameters and its base model {len(smaller)}: train adapters with a usual optimizer"
         )
+    _check_fixed_widths(model, base)
     scales = {}
     # By order: the name of a shared gate contains the width.
     for (name, parameter), (_, small), (_, large) in zip(parameters, smaller, larger):
@@ -112,13 +122,43 @@ def mup_scales(model: ModelMixin) -> dict[str, ParameterScale]:
     return scales
 
 
+def _base_unet(model: ModelMixin, base_config: Mapping[str, Any]) -> ModelMixin:
+    """Return the base model of a U-Net on the meta device."""
+    config = {name: value for name, value in model.config.items() if name != "_use_default_values"}  # they may change
+    for name in base_config.keys() - config.keys():
+        hint = did_you_mean(name, config)
+        raise UserError(f"base_config has an entry {name!r}, which {type(model).__name__} does not have{hint}")
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # gates draw their weights on the CPU
+            return type(model).from_config({**config, **base_config})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{type(model).__name__} does not take base_config={dict(base_config)}: {error}") from error
+
+
+def _check_fixed_widths(model: ModelMixin, base: ModelMixin):
+    for (name, module), smaller in zip(model.named_modules(), base.modules()):
+        width, base_width = _fixed_width(module), _fixed_width(smaller)
+        if width != base_width:
+            raise UserError(
+                f"with muP, the groups of norms and the heads of attention keep their width, but {name} has {width} "
+                f"channels in each, and {base_width} in the base model: set norm_num_groups and attention_head_dim"
+            )
+
+
+def _fixed_width(module: nn.Module) -> int | None:
+    """Return the width of a part of a layer that must not grow with the model."""
+    if isinstance(module, nn.GroupNorm):
+        return module.num_channels // module.num_groups
+    return module.inner_dim // module.heads if isinstance(module, Attention) else None
+
+
 def _role(model: nn.Module, name: str, grown: list[int]) -> Role:
     """Return the role of a parameter whose shape has these growing dimensions."""
     if not grown:
         return "fixed"
     owner = model.get_submodule(name.rpartition(".")[0])
     is_vector = model.get_parameter(name).ndim == 1
-    if is_vector or isinstance(owner, nn.Embedding) or name in model.mup_inputs:
+    if is_vector or isinstance(owner, nn.Embedding) or name in getattr(model, "mup_inputs", ()):
         return "input"
     if isinstance(owner, nn.Linear | nn.Conv2d | GateLinear):
         return "hidden" if grown == [0, 1] else ("input" if grown == [0] else "output")
@@ -137,25 +177,42 @@ def start_mup(model: ModelMixin):
 
 
 def mup_param_groups(
-    model: ModelMixin, learning_rate: float, weight_decay: float = 0.0, eps: float = 1e-8
+    model: ModelMixin,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    base_config: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """
-    Return the parameters of a model with `mup_base_width` or `mup_base_depth` in groups for Adam or AdamW.
+    Return the parameters of a model in groups for Adam or AdamW, with the settings of muP.
 
     Args:
+        model: a U-ViT with `mup_base_width` or `mup_base_depth`, or a U-Net with `base_config`.
         learning_rate, weight_decay, eps: the settings of the base model. Schedulers of torch multiply the learning
             rate of each group.
+        base_config: the entries of a U-Net's config that differ in the base model. Groups of norms and heads of
+            attention must be as wide as in the U-Net. Start the last layer of all widths at zero.
 
     ```python
     model = UViTModel(hidden_size=512, num_attention_heads=8, mup_base_width=128)
     optimizer = torch.optim.AdamW(mup_param_groups(model, learning_rate=2e-3, weight_decay=0.03))
+
+    unet = UNet2DModel(block_out_channels=(256, 512, 512, 512))
+    torch.nn.init.zeros_(unet.conv_out.weight)
+    base = {"block_out_channels": (64, 128, 128, 128), "norm_num_groups": 8}
+    optimizer = torch.optim.AdamW(mup_param_groups(unet, learning_rate=2e-3, base_config=base))
     ```
     """
-    if not isinstance(model, SkipScalingMixin):
-        raise UserError(f"muP is for UViTModel, got {type(model).__name__}: pass the model before it is wrapped")
-    if not has_mup(model):
-        raise UserError(f"this {type(model).__name__} has no mup_base_width: build it with one to train it with muP")
-    return param_groups([model], model.parameters(), learning_rate, weight_decay, eps)
+    if not isinstance(model, ModelMixin):
+        raise UserError(f"muP is for models of diffusers, got {type(model).__name__}: pass the model without wrappers")
+    if base_config is None and not has_mup(model):
+        raise UserError(
+            f"this {type(model).__name__} has no base model: build a UViTModel with mup_base_width, or pass the "
+            "base_config of a U-Net"
+        )
+    if base_config is not None and hasattr(model, "mup_skeleton"):
+        raise UserError(f"base_config is for U-Nets: build the {type(model).__name__} with mup_base_width")
+    return param_groups([model], model.parameters(), learning_rate, weight_decay, eps, base_config=base_config)
 
 
 def param_groups(
@@ -165,11 +222,12 @@ def param_groups(
     weight_decay: float,
     eps: float,
     skip_lr_scale: float | None = None,
+    base_config: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the parameters in groups of equal settings. The first group has the learning rate that is passed."""
     factors = {}
     for model in models:
-        factors |= _setting_factors(model, skip_lr_scale)
+        factors |= _setting_factors(model, skip_lr_scale, base_config)
     groups: dict[tuple[float, float, float], list[nn.Parameter]] = {(1.0, 1.0, 1.0): []}
     for parameter in parameters:
         groups.setdefault(factors.get(parameter, (1.0, 1.0, 1.0)), []).append(parameter)
@@ -183,16 +241,18 @@ def param_groups(
 def mixes_mup_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer trains parameters with equal settings that muP trains with different ones."""
     try:
-        scales = mup_scales(model) if isinstance(model, SkipScalingMixin) else {}
+        scales = mup_scales(model) if isinstance(model, ModelMixin) else {}
     except UserError:  # of adapters, for which muP has no rules
         return False
     settings = {model.get_parameter(n): (s.learning_rate, s.weight_decay, s.eps) for n, s in scales.items()}
     return any(len({settings[p] for p in group["params"] if p in settings}) > 1 for group in optimizer.param_groups)
 
 
-def _setting_factors(model: nn.Module, skip_lr_scale: float | None) -> dict[nn.Parameter, tuple[float, float, float]]:
+def _setting_factors(
+    model: nn.Module, skip_lr_scale: float | None, base_config: Mapping[str, Any] | None
+) -> dict[nn.Parameter, tuple[float, float, float]]:
     """Return the factors of learning rate, weight decay and eps of muP, skip layers and scaling methods."""
-    scales = mup_scales(model) if isinstance(model, SkipScalingMixin) else {}
+    scales = mup_scales(model, base_config) if isinstance(model, ModelMixin) else {}
     is_slow = skip_lr_scale is not None and isinstance(model, SkipScalingMixin)
     slow = set(skip_layer_parameters(model)) if is_slow else set()
     methods = {p: m for m in model.modules() if isinstance(m, SkipMethod) for p in m.parameters()}

@@ -4,15 +4,32 @@ import math
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from peft import LoraConfig
 from torch import nn
 
-from scalelong_diffusers import LongSkip, SkipFactor, UserError, UViTModel, mup_param_groups, register_skip_method
+from scalelong_diffusers import (
+    LongSkip,
+    ScaleLongUNet2DConditionModel,
+    ScaleLongUNet2DModel,
+    SkipFactor,
+    UserError,
+    UViTModel,
+    mup_param_groups,
+    register_skip_method,
+)
 from scalelong_diffusers.models.mup import mixes_mup_settings, mup_scales
 
 
 SMALL = {"sample_size": 8, "patch_size": 4, "num_layers": 4, "num_class_embeds": 5}
 TEXT = {"cross_attention_dim": 6, "context_length": 3}
+UNET = {
+    "sample_size": 8,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": 8,
+}
 STARTS = {
     "reference": {},
     "residual": {"skip_init": "sum", "block_scale": "rezero"},
@@ -128,14 +145,16 @@ def test_hidden_and_output_weights_start_smaller():
         torch.testing.assert_close(a * factor, b)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_gradient_of_the_last_layer_shrinks_like_the_others(is_compiled):
+@pytest.mark.parametrize("mode", ["eager", "compiled", "checkpointed"])
+def test_gradient_of_the_last_layer_shrinks_like_the_others(mode):
     """Otherwise, the norm of all gradients would grow with the width, and clipping would begin earlier."""
     plain, wide = uvit(64, base=64), uvit(64, base=16)
     wide.load_state_dict(plain.state_dict())
     assert torch.equal(uvit_output(wide), uvit_output(plain))
+    if mode == "checkpointed":
+        wide.enable_gradient_checkpointing()
     for model in (plain, wide):
-        runs = torch.compile(model, backend="aot_eager") if is_compiled else model
+        runs = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
         runs(torch.ones(1, 3, 8, 8), 5, class_labels=torch.tensor([0])).sample.square().mean().backward()
     for (name, a), b in zip(plain.named_parameters(), wide.parameters()):
         torch.testing.assert_close(a.grad * (0.25 if name == "proj_out.weight" else 1), b.grad)
@@ -228,6 +247,86 @@ def test_methods_of_users_have_roles_or_are_refused():
         uvit(32, base=16, skip_scaling="mup_odd_gate")
 
 
+class TestUNets:
+    """The base model of a U-Net is given by the entries of its config that differ."""
+
+    BASE = {"block_out_channels": (8, 16), "norm_num_groups": 4}
+
+    def unet(self, cls=UNet2DModel, **changes):
+        torch.manual_seed(0)
+        return cls(**{**UNET, "block_out_channels": (32, 64), "norm_num_groups": 16, **changes})
+
+    def test_roles_follow_from_shapes(self):
+        settings = groups_of(self.unet(num_class_embeds=5), base_config=self.BASE)
+        assert settings["mid_block.resnets.0.conv1.weight"] == (2.5e-3, 0.4, 2.5e-7)
+        assert settings["mid_block.attentions.0.to_q.weight"] == (2.5e-3, 0.4, 2.5e-7)
+        assert settings["time_embedding.linear_1.weight"] == (2.5e-3, 0.4, 2.5e-7)
+        assert settings["conv_out.weight"] == (2.5e-3, 0.4, 2.5e-7)
+        for name in ("conv_in.weight", "class_embedding.weight", "conv_norm_out.bias"):
+            assert settings[name] == (1e-2, 0.1, 2.5e-7)
+        assert settings["conv_out.bias"] == (1e-2, 0.1, 1e-6)
+
+    @pytest.mark.parametrize("cls", [UNet2DModel, ScaleLongUNet2DModel])
+    def test_base_has_equal_settings(self, cls):
+        assert len(mup_param_groups(self.unet(cls), 1e-2, base_config={})) == 1
+
+    def test_text_conditioned(self):
+        blocks = {"down_block_types": ("CrossAttnDownBlock2D",) * 2, "up_block_types": ("CrossAttnUpBlock2D",) * 2}
+        changes = {**blocks, "mid_block_type": "UNetMidBlock2DCrossAttn", "cross_attention_dim": 12}
+        # In this class `attention_head_dim` is the number of heads.
+        unet = self.unet(ScaleLongUNet2DConditionModel, **changes, attention_head_dim=(4, 8))
+        settings = groups_of(unet, base_config={**self.BASE, "attention_head_dim": (1, 2)})
+        attention = "mid_block.attentions.0.transformer_blocks.0.attn2"
+        assert settings[f"{attention}.to_q.weight"] == (2.5e-3, 0.4, 2.5e-7)
+        assert settings[f"{attention}.to_k.weight"] == (1e-2, 0.1, 2.5e-7)  # it reads the text
+
+    @pytest.mark.parametrize(
+        ("base_config", "message"),
+        [
+            ({"block_out_channels": (16, 32)}, r"keep their width, but \S+norm1 has 2 channels in each, and 1 in"),
+            (
+                {**BASE, "attention_head_dim": 4},
+                r"keep their width, but \S+attentions\.0 has 8 channels in each",
+            ),
+            ({**BASE, "layers_per_block": 2}, "differ in width only, but this UNet2DModel has"),
+            ({"block_out_chanels": (8, 16)}, r"'block_out_chanels', .* \(did you mean 'block_out_channels'\?\)"),
+            ({"block_out_channels": 8}, "UNet2DModel does not take base_config="),
+        ],
+    )
+    def test_rejects_wrong_base_configs(self, base_config, message):
+        with pytest.raises(UserError, match=message):
+            mup_param_groups(self.unet(), 1e-3, base_config=base_config)
+
+    def test_rejects_a_missing_or_a_second_base(self):
+        with pytest.raises(UserError, match=r"this UNet2DModel has no base model: .* or pass the base_config"):
+            mup_param_groups(self.unet(), 1e-3)
+        with pytest.raises(UserError, match="base_config is for U-Nets: build the UViTModel with mup_base_width"):
+            mup_param_groups(uvit(16), 1e-3, base_config={"hidden_size": 8})
+
+    def test_changes_of_the_output_do_not_depend_on_the_width(self):
+        """A coordinate check of the output."""
+
+        def change(width, base_config):
+            unet = self.unet(block_out_channels=(width, 2 * width), norm_num_groups=width // 2)
+            nn.init.zeros_(unet.conv_out.weight)
+            groups = mup_param_groups(unet, 1e-2, base_config=base_config)
+            sample = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+            optimizer = torch.optim.AdamW(groups)
+            for _ in range(4):
+                output = unet(sample, torch.tensor([10, 300, 600, 900])).sample
+                optimizer.zero_grad()
+                (output - sample).square().mean().backward()
+                optimizer.step()
+            return output.abs().mean().item()
+
+        slopes = {
+            is_mup: math.log2(change(64, self.BASE if is_mup else {}) / change(8, self.BASE if is_mup else {})) / 3
+            for is_mup in (True, False)
+        }
+        assert abs(slopes[True]) < 0.15
+        assert slopes[False] > 0.3
+
+
 @pytest.mark.parametrize(
     ("width", "message"),
     [(0, "an integer, at least 1 and"), (-16, "an integer, at least 1 and"), (12, "a multiple of the head width 8")],
@@ -243,20 +342,20 @@ def test_rejects_wrong_base_depths():
 
 
 def test_rejects_models_without_mup():
-    with pytest.raises(UserError, match="this UViTModel has no mup_base_width: build it with one"):
+    with pytest.raises(UserError, match="this UViTModel has no base model: build a UViTModel with mup_base_width"):
         mup_param_groups(uvit(16), 1e-3)
 
 
 def test_rejects_lora():
     model = uvit(32, base=16)
     model.add_adapter(LoraConfig(target_modules=["to_q"]))
-    with pytest.raises(UserError, match=r"muP has no rule for some parameters .* train an adapter with a usual opt"):
+    with pytest.raises(UserError, match=r"differ in width only, .* train adapters with a usual optimizer"):
         mup_param_groups(model, 1e-3)
     assert not mixes_mup_settings(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_rejects_wrapped_models():
-    with pytest.raises(UserError, match="muP is for UViTModel, got OptimizedModule: pass the model before"):
+    with pytest.raises(UserError, match="muP is for models of diffusers, got OptimizedModule: pass the model without"):
         mup_param_groups(torch.compile(uvit(32, base=16)), 1e-3)
 
 

@@ -57,6 +57,16 @@ def test_flags_reach_the_model_and_its_optimizer(start_run):
     assert run.optimizer_step.learning_rate == 2.5e-3  # it is logged
 
 
+def test_preset_of_another_width(start_run):
+    flags = {"preset": "cifar10-uvit-s-2", "model_config_name_or_path": None, "mixed_precision": "no"}
+    run, unet = start_run(**flags, hidden_size=128, mup_base_width=64, mup_base_depth=None)
+    assert (unet.config.num_attention_heads, unet.config.num_layers) == (2, 12)
+    rates = {p: g["initial_lr"] for g in run.optimizer_step.optimizer.param_groups for p in g["params"]}
+    tuned = run.config.optimization.learning_rate
+    assert rates[unet.pos_embed] == tuned
+    assert rates[unet.mid_block.mlp.fc1.weight] == rates[unet.proj_out.weight] == tuned / 2
+
+
 def test_resumes_exactly_and_only_with_the_same_base(wide_run, assert_same_run):
     expected = wide_run()
     folder = wide_run("other")
