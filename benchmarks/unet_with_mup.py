@@ -4,7 +4,7 @@ Train a U-Net with the optimizer settings of muP, for mup.py.
     python benchmarks/unet_with_mup.py '{"block_out_channels": [16, 32, 32], "norm_num_groups": 8}' FLAGS
 
 The first argument is the base config; with {} the U-Net is its own base, so all parameters have the same settings.
-The flags are those of train_unconditional.py.
+It takes the flags of train_unconditional.py.
 """
 
 import json
