@@ -37,7 +37,8 @@ from pathlib import Path
 import psutil
 import torch
 from attack_sandbox import TIME_LIMIT, WATCH, Case, Failure, TimeLimit
-from measure import exit_on_signals
+
+from scalelong_diffusers.experiments.trainings import exit_on_signals
 
 
 # Parts of the time.

@@ -78,11 +78,10 @@ from convergence_runs import (
     Run,
     curve,
 )
-from fashion_mnist import data_source, feature_network
-from measure import exit_on_signals
-from trainings import Scheduler, evaluations
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.experiments.fashion_mnist import data_source, feature_network
+from scalelong_diffusers.experiments.trainings import Scheduler, evaluations, exit_on_signals
 
 
 DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from chart import HEIGHT, WIDTH, Curve, chart
 from convergence_runs import (
     BASE,
     BETA1S,
@@ -26,6 +25,8 @@ from convergence_runs import (
     paper_runs,
     tuning_runs,
 )
+
+from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, Curve, chart
 
 
 _TUNED_PAIRS = [(workload, method) for workload in TUNED for method in METHODS_ON[workload]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fashion_mnist import SIZE
-from results import ResultFile
-from trainings import STOPPED_EARLY
+from scalelong_diffusers.experiments.fashion_mnist import SIZE
+from scalelong_diffusers.experiments.results import ResultFile
+from scalelong_diffusers.experiments.trainings import STOPPED_EARLY
 
 
 _PLAIN = {"skip_scaling": "none", "skip_init": "reference"}

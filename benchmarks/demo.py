@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from demo_page import Frame, Run, build_page
-from measure import exit_on_signals, machine
 from PIL import Image
 from tqdm import tqdm
-from trainings import read_log
 
 from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.shapes import Drawing
+from scalelong_diffusers.experiments.results import machine
+from scalelong_diffusers.experiments.trainings import exit_on_signals, read_log
 from scalelong_diffusers.pipelines.sampling import grid
 
 

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import torch
-from chart import HEIGHT, WIDTH, Curve, chart
 
 from scalelong_diffusers import UViTModel
+from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, Curve, chart
 
 
 FIGURES = Path(__file__).parents[1] / "docs" / "images"

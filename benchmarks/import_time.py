@@ -9,7 +9,9 @@ import json
 import subprocess
 import sys
 
-from measure import machine, paired_ratio, paired_times, round_count
+from measure import paired_ratio, paired_times, round_count
+
+from scalelong_diffusers.experiments.results import machine
 
 
 LIMIT = 1.15

@@ -1,13 +1,9 @@
-"""Shared parts of the benchmarks: interleaved timing with confidence intervals, memory, machine, signals."""
+"""Shared parts of the benchmarks: interleaved timing with confidence intervals, and memory."""
 
 import argparse
 import math
-import os
-import platform
 import random
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -23,13 +19,6 @@ def round_count(text: str) -> int:
     if not text.isdecimal() or int(text) < _MIN_ROUNDS:
         raise argparse.ArgumentTypeError(f"must be at least {_MIN_ROUNDS} for a 95 % interval, got {text}")
     return int(text)
-
-
-def exit_on_signals():
-    """Exit on SIGTERM and SIGHUP as on Ctrl-C, so that child processes are stopped too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -79,21 +68,3 @@ def peak_allocated(function: Callable[[], None]) -> int:
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
-
-
-def machine() -> dict[str, str | int]:
-    """Return versions and hardware, for result files."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-    }
-
-
-def _processor() -> str:
-    if not os.path.exists("/proc/cpuinfo"):
-        return platform.processor() or platform.machine()
-    with open("/proc/cpuinfo") as lines:
-        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")

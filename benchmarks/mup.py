@@ -36,14 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chart import HEIGHT, WIDTH, chart
-from fashion_mnist import SIZE, data_source
-from measure import exit_on_signals
-from results import ResultFile
 from torch import nn
-from trainings import Scheduler
 
 from scalelong_diffusers import UViTModel
+from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, chart
+from scalelong_diffusers.experiments.fashion_mnist import SIZE, data_source
+from scalelong_diffusers.experiments.results import ResultFile
+from scalelong_diffusers.experiments.trainings import Scheduler, exit_on_signals
 from scalelong_diffusers.models.mup import mup_scales, param_groups
 
 

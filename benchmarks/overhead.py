@@ -14,10 +14,11 @@ import statistics
 
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
-from measure import machine, paired_ratio, paired_times, peak_allocated, round_count, verdict
+from measure import paired_ratio, paired_times, peak_allocated, round_count, verdict
 from torch import nn
 
 from scalelong_diffusers import apply_skip_scaling
+from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.presets import get_preset
 
 

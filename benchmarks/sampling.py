@@ -25,9 +25,10 @@ from diffusers import (
     UNet2DConditionModel,
     UNet2DModel,
 )
-from measure import machine, paired_ratio, paired_times, round_count, verdict
+from measure import paired_ratio, paired_times, round_count, verdict
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUnconditionalPipeline
+from scalelong_diffusers.experiments.results import machine
 
 
 TIME_LIMIT = 1.02

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from measure import machine
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUNet2DConditionModel
 from scalelong_diffusers.data import COLORS, SHAPES, recognize
+from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.train import train_text_to_image
 from scalelong_diffusers.training import run_script

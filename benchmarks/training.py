@@ -21,10 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import machine, paired_ratio, paired_times, round_count
+from measure import paired_ratio, paired_times, round_count
 from precomputed import measure_precomputed, show_precomputed
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
+from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.training import NoiseProcess, TrainingConfig, TrainingRun, make_config
 
 

@@ -16,10 +16,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import machine, paired_ratio, paired_times, peak_allocated, round_count
+from measure import paired_ratio, paired_times, peak_allocated, round_count
 from torch import nn
 
 from scalelong_diffusers import UViTModel, apply_skip_scaling
+from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.models.conversion import to_reference
 
 

@@ -28,7 +28,7 @@ def modules():
     sys.path.insert(0, folder)
     yield importlib.import_module
     sys.path.remove(folder)
-    for name in [name for name in sys.modules if name.startswith("attack") or name == "measure"]:
+    for name in [name for name in sys.modules if name.startswith("attack")]:
         del sys.modules[name]
 
 

@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from scalelong_diffusers.experiments import fashion_mnist, trainings
+
 
 @pytest.fixture
 def runs(benchmark):
@@ -316,19 +318,6 @@ def test_rejects_bad_flags_with_one_line(benchmark, monkeypatch, capsys, tmp_pat
     assert message in f"{refused.value.code} {capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "values"),
-    [
-        (0.0717, 0.118, [0.08, 0.09, 0.1]),
-        (0.013, 0.6, [0.02, 0.05, 0.1, 0.2, 0.5]),
-        (0.9, 1200, [1, 10, 100, 1000]),
-        (0.0721, 0.0722, [0.0721, 0.0722]),
-    ],
-)
-def test_chart_lines_have_round_values(benchmark, low, high, values):
-    assert benchmark("chart").round_values(low, high) == values
-
-
 def test_figure_is_self_contained_in_light_and_dark(runs, report, results, tuned, tmp_path):
     curve = [1.0 / (k + 1) for k in range(30)]
     entries = {**tuned("20 layers", "plain", "residual"), **at_best(runs, "20 layers", "plain", [curve, curve])}
@@ -378,10 +367,7 @@ def make_scheduler(benchmark, runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(
-    benchmark, runs, make_scheduler, monkeypatch, tmp_path
-):
-    trainings = benchmark("trainings")
+def test_interrupted_runs_are_resumed_and_finished_runs_are_not_repeated(runs, make_scheduler, monkeypatch, tmp_path):
     for name in ("validation_steps", "logging_steps"):
         monkeypatch.setitem(runs.TRAINING, name, 4)
     tiny = runs.Workload({**runs.WORKLOADS["20 layers"].model, "num_layers": 4}, batch_size=2, steps=12)
@@ -447,9 +433,9 @@ def write_log(scheduler, run, losses):
     (scheduler.folder / f"{run.name}.log").write_text("")
 
 
-def test_hopeless_tuning_run_is_stopped_and_counts_as_finished(benchmark, runs, make_scheduler, monkeypatch, tmp_path):
+def test_hopeless_tuning_run_is_stopped_and_counts_as_finished(runs, make_scheduler, monkeypatch, tmp_path):
     scheduler = make_scheduler()
-    monkeypatch.setattr(benchmark("trainings").time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(trainings.time, "sleep", lambda seconds: None)
     good, run = tuning = runs.tuning_runs("12 layers", "plain")[:2]
     curve = [[50 * (k + 1), 1.0, 1.0] for k in range(30)]
     scheduler.results.add(good, {"stopped": None, "evaluations": curve})
@@ -499,14 +485,13 @@ def test_rejects_a_log_written_by_two_processes(runs, make_scheduler, tmp_path):
     assert run in scheduler.results
 
 
-def test_feature_network_is_trained_once_and_gives_features(benchmark, make_scheduler, monkeypatch, tmp_path):
+def test_feature_network_is_trained_once_and_gives_features(make_scheduler, monkeypatch, tmp_path):
     from scalelong_diffusers.evaluation import load_features
 
-    network = benchmark("fashion_mnist")
-    monkeypatch.setattr(network, "BATCH_SIZE", 16)
+    monkeypatch.setattr(fashion_mnist, "BATCH_SIZE", 16)
     data = make_scheduler().data
-    accuracy = network.feature_network(tmp_path / "network", data)
+    accuracy = fashion_mnist.feature_network(tmp_path / "network", data)
     assert 0 <= accuracy <= 1
-    monkeypatch.setattr(network, "_train", None)
-    assert network.feature_network(tmp_path / "network", data) == accuracy
+    monkeypatch.setattr(fashion_mnist, "_train", None)
+    assert fashion_mnist.feature_network(tmp_path / "network", data) == accuracy
     assert load_features(str(tmp_path / "network")).num_features == 128

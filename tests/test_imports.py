@@ -23,6 +23,7 @@ LAYERS = [
     {"data"},
     {"evaluation"},
     {"training"},
+    {"experiments"},
     {"train", "cli"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

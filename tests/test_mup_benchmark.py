@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 
+from scalelong_diffusers.experiments.results import ResultFile
+
 
 @pytest.fixture
 def mup(benchmark):
@@ -14,12 +16,12 @@ def mup(benchmark):
 
 
 @pytest.fixture
-def rates(benchmark, mup, tmp_path):
+def rates(mup, tmp_path):
     """Return a function that writes {exponent: final loss} of one model, and reads the results."""
     basin = partial(mup.RateRun, "residual", True, 64, 12, False)
 
     def make(losses):
-        results = benchmark("results").ResultFile(tmp_path / "rates.jsonl", mup.RateRun)
+        results = ResultFile(tmp_path / "rates.jsonl", mup.RateRun)
         for k, loss in losses.items():
             stopped = None if math.isfinite(loss) else "not finite"
             curve = [[50 * (step + 1), 1.0 if step == 0 else loss, 1.0] for step in range(10)]
@@ -90,9 +92,9 @@ def test_slope(mup):
     assert mup.slope((32, 64, 128), (1, 2, 4)) == pytest.approx(1)
 
 
-def test_tables_of_the_docs_page_match_the_finished_runs(benchmark, mup, project_root):
+def test_tables_of_the_docs_page_match_the_finished_runs(mup, project_root):
     page = (project_root / "docs" / "mup.md").read_text()
-    read = benchmark("results").ResultFile
+    read = ResultFile
     checks = read(project_root / "benchmarks" / "mup_coordinates.jsonl", mup.Check)
     assert mup.width_table(checks) in page
     assert mup.depth_table(checks) in page

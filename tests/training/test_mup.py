@@ -53,7 +53,7 @@ def test_flags_reach_the_model_and_its_optimizer(start_run):
     assert groups[unet.pos_embed] == pytest.approx((2.5e-3, 5e-9))
     assert groups[unet.mid_block.mlp.fc1.weight] == pytest.approx((1.25e-3, 5e-9))
     assert groups[unet.out_blocks[0].skip_proj.weight] == pytest.approx((0.3125e-3, 5e-9))  # half as deep, too
-    assert groups[unet.proj_out.weight] == pytest.approx((1.25e-3, 1e-8))
+    assert groups[unet.proj_out.weight] == pytest.approx((1.25e-3, 5e-9))
     assert run.optimizer_step.learning_rate == 2.5e-3  # it is logged
 
 

@@ -1,5 +1,5 @@
 """
-The data of the convergence benchmark, and the small ResNet whose features measure FID.
+Fashion-MNIST, and the small ResNet whose features measure FID on it.
 
 The networks that are usual for FID know photographs. This one learns the labels of Fashion-MNIST; its test accuracy
 says how well it knows these images.
@@ -10,8 +10,10 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessorPil
 
 from scalelong_diffusers.data import DataConfig
@@ -47,8 +49,6 @@ def data_source(data: str, folder: Path) -> dict[str, str]:
 
 def _convert(data: Path, stem: str, file: Path):
     import datasets
-    import numpy as np
-    from PIL import Image
 
     datasets.disable_progress_bars()
     with gzip.open(data / f"{stem}-images-idx3-ubyte.gz") as images:

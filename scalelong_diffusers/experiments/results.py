@@ -2,13 +2,15 @@
 
 import fcntl
 import json
+import os
+import platform
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from measure import machine
+import torch
 
 
 Run = TypeVar("Run")
@@ -57,3 +59,21 @@ class ResultFile(Generic[Run]):
 
     def __contains__(self, run: Run) -> bool:
         return run in self.lines
+
+
+def machine() -> dict[str, str | int]:
+    """Return versions and hardware, for result files."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _processor() -> str:
+    if not os.path.exists("/proc/cpuinfo"):
+        return platform.processor() or platform.machine()
+    with open("/proc/cpuinfo") as lines:
+        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")

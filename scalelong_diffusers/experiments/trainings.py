@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic
 
-from results import ResultFile, Run
+from scalelong_diffusers.experiments.results import ResultFile, Run
 
 
 STOPPED_EARLY = "early"
@@ -148,3 +149,10 @@ def evaluations(log: list[dict[str, Any]]) -> list[list[float | None]]:
         for line in log
         if names[0] in line
     ]
+
+
+def exit_on_signals():
+    """Exit on SIGTERM and SIGHUP as on Ctrl-C, so that child processes are stopped too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))

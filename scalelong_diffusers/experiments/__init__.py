@@ -1,0 +1,1 @@
+"""Run many trainings, keep their results and draw them. Used by `scalelong paper` and by the benchmarks."""

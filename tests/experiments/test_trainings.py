@@ -1,0 +1,25 @@
+"""Trainings in processes of their own."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_signals_end_a_command_except_under_nohup():
+    cases = {
+        ("SIG_DFL", signal.SIGHUP): (129, b""),
+        ("SIG_DFL", signal.SIGTERM): (143, b""),
+        ("SIG_IGN", signal.SIGHUP): (0, b"continues\n"),
+    }
+    for (handler, number), expected in cases.items():
+        benchmark = (
+            f"import os, signal; signal.signal(signal.SIGHUP, signal.{handler})\n"
+            "from scalelong_diffusers.experiments.trainings import exit_on_signals; exit_on_signals()\n"
+            f"os.kill(os.getpid(), {number.value}); print('continues')"
+        )
+        command = [sys.executable, "-c", benchmark]
+        ended = subprocess.run(command, capture_output=True)
+        assert (ended.returncode, ended.stdout) == expected
