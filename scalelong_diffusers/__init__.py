@@ -28,12 +28,21 @@ if TYPE_CHECKING:
     from scalelong_diffusers.models.mup import mup_param_groups
     from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
     from scalelong_diffusers.models.unets import (
+        ScaleLongAudioLDM2UNet2DConditionModel,
+        ScaleLongDreamLiteUNetModel,
+        ScaleLongHunyuanDiT2DModel,
         ScaleLongI2VGenXLUNet,
+        ScaleLongKandinsky3UNet,
+        ScaleLongStableCascadeUNet,
+        ScaleLongUNet1DModel,
         ScaleLongUNet2DConditionModel,
         ScaleLongUNet2DModel,
         ScaleLongUNet3DConditionModel,
+        ScaleLongUNetControlNetXSModel,
         ScaleLongUNetMotionModel,
         ScaleLongUNetSpatioTemporalConditionModel,
+        ScaleLongUniDiffuserModel,
+        ScaleLongUTransformer2DModel,
     )
     from scalelong_diffusers.models.uvit import UViTModel
     from scalelong_diffusers.patching import (
@@ -61,12 +70,21 @@ _NAMES = {
     "models.mup": ("mup_param_groups",),
     "models.skips": ("BlockSkips", "UpBlockSkips"),
     "models.unets": (
+        "ScaleLongAudioLDM2UNet2DConditionModel",
+        "ScaleLongDreamLiteUNetModel",
+        "ScaleLongHunyuanDiT2DModel",
         "ScaleLongI2VGenXLUNet",
+        "ScaleLongKandinsky3UNet",
+        "ScaleLongStableCascadeUNet",
+        "ScaleLongUNet1DModel",
         "ScaleLongUNet2DConditionModel",
         "ScaleLongUNet2DModel",
         "ScaleLongUNet3DConditionModel",
+        "ScaleLongUNetControlNetXSModel",
         "ScaleLongUNetMotionModel",
         "ScaleLongUNetSpatioTemporalConditionModel",
+        "ScaleLongUniDiffuserModel",
+        "ScaleLongUTransformer2DModel",
     ),
     "models.uvit": ("UViTModel",),
     "patching": (

@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import diffusers
 import torch
+from diffusers.pipelines.deprecated.unidiffuser import modeling_uvit
 
 import scalelong_diffusers
 from scalelong_diffusers import LongSkip, SkipFactor, register_skip_method
@@ -28,17 +29,28 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True)
 class Case:
-    """A model class of diffusers with a small config and the shapes of its inputs."""
+    """
+    A model class of diffusers with a small config and the shapes of its inputs.
+
+    `reads` names the layers that read a concatenation of hidden state and skip, as read from diffusers' source: name,
+    dimension of the channels and width of the hidden state, from the outermost skip. Without it, `PaperReading` finds
+    them in a U-Net.
+    """
 
     name: str
     class_name: str
     config: dict[str, Any]
     inputs: dict[str, tuple[int, ...]]
     integers: dict[str, tuple[int, ...]]
+    reads: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def plain_class(self) -> type:
+        return getattr(diffusers, self.class_name, None) or getattr(modeling_uvit, self.class_name)
 
     def build(self, **overrides):
         torch.manual_seed(0)
-        return getattr(diffusers, self.class_name)(**{**self.config, **overrides}).eval()
+        return self.plain_class(**{**self.config, **overrides}).eval()
 
     def build_scaled(self, skip_scaling):
         torch.manual_seed(0)
@@ -238,6 +250,165 @@ CASES = [
         {"sample": (1, 3, 4, 8, 8), "encoder_hidden_states": (1, 1, 16), "added_time_ids": (1, 3)},
         {"timestep": (1,)},
     ),
+    Case(
+        "1d",
+        "UNet1DModel",
+        {"sample_size": 64, "block_out_channels": (32, 32, 64), "extra_in_channels": 16, "time_embedding_dim": 16},
+        {"sample": (2, 2, 64)},
+        _TIME,
+        reads=(("up_blocks.2.resnets.0", 1, 32), ("up_blocks.1.resnets.0", 1, 32), ("up_blocks.0.resnets.0", 1, 64)),
+    ),
+    Case(
+        "1d-temporal",  # as in value-guided planning
+        "UNet1DModel",
+        {
+            "sample_size": 16,
+            "in_channels": 6,
+            "out_channels": 6,
+            "time_embedding_type": "positional",
+            "use_timestep_embedding": True,
+            "flip_sin_to_cos": False,
+            "freq_shift": 1.0,
+            "block_out_channels": (16, 32, 64),
+            "down_block_types": ("DownResnetBlock1D",) * 3,
+            "up_block_types": ("UpResnetBlock1D",) * 2,
+            "mid_block_type": "MidResTemporalBlock1D",
+            "out_block_type": "OutConv1DBlock",
+            "act_fn": "mish",
+        },
+        {"sample": (2, 6, 16)},
+        _TIME,
+        reads=(("up_blocks.1.resnets.0", 1, 32), ("up_blocks.0.resnets.0", 1, 64)),
+    ),
+    Case(
+        "kandinsky3",
+        "Kandinsky3UNet",
+        {
+            "time_embedding_dim": 16,
+            "groups": 4,
+            "attention_head_dim": 4,
+            "layers_per_block": 2,
+            "block_out_channels": (16, 32, 48, 48),
+            "cross_attention_dim": 16,
+            "encoder_hid_dim": 16,
+        },
+        {**_LATENT, "sample": (2, 4, 16, 16), "encoder_attention_mask": (2, 5)},
+        _TIME,
+        reads=(("up_blocks.3", 1, 16), ("up_blocks.2", 1, 32), ("up_blocks.1", 1, 48)),
+    ),
+    Case(
+        "stable-cascade",
+        "StableCascadeUNet",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "timestep_ratio_embedding_dim": 8,
+            "conditioning_dim": 16,
+            "block_out_channels": (16, 32, 32),
+            "num_attention_heads": (2, 2, 2),
+            "down_num_layers_per_block": (1, 1, 1),
+            "up_num_layers_per_block": (1, 1, 2),
+            "down_blocks_repeat_mappers": (1, 1, 1),
+            "up_blocks_repeat_mappers": (1, 2, 1),  # the skip of the middle level is read twice
+            "block_types_per_layer": (("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"),) * 3,
+            "clip_text_pooled_in_channels": 16,
+            "clip_seq": 1,
+            "dropout": (0.0, 0.0, 0.0),
+            "switch_level": (False, True),
+        },
+        {"sample": (2, 4, 8, 8), "timestep_ratio": (2,), "clip_text_pooled": (2, 1, 16)},
+        {},
+        reads=(("up_blocks.2.0.channelwise", 3, 16), ("up_blocks.1.0.channelwise", 3, 32)),
+    ),
+    Case(
+        "hunyuan-dit",
+        "HunyuanDiT2DModel",
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "patch_size": 2,
+            "sample_size": 8,
+            "hidden_size": 32,
+            "num_layers": 8,
+            "cross_attention_dim": 16,
+            "cross_attention_dim_t5": 16,
+            "pooled_projection_dim": 16,
+            "text_len": 5,
+            "text_len_t5": 6,
+            "use_style_cond_and_image_meta_size": False,
+        },
+        {
+            "hidden_states": (2, 4, 8, 8),
+            "timestep": (2,),
+            "encoder_hidden_states": (2, 5, 16),
+            "encoder_hidden_states_t5": (2, 6, 16),
+        },
+        {"text_embedding_mask": (2, 5), "text_embedding_mask_t5": (2, 6)},
+        # Eight layers: 0 to 2 leave a skip, 3 and 4 are the middle, 5 to 7 read one.
+        reads=(("blocks.7.skip_norm", 2, 32), ("blocks.6.skip_norm", 2, 32), ("blocks.5.skip_norm", 2, 32)),
+    ),
+    Case(
+        "unidiffuser",
+        "UTransformer2DModel",
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 8,
+            "num_layers": 6,
+            "sample_size": 8,
+            "norm_type": "layer_norm",
+        },
+        {"hidden_states": (2, 8, 8, 8)},
+        {},
+        reads=tuple((f"transformer_out_blocks.{b}.skip.skip_linear", 2, 32) for b in (2, 1, 0)),
+    ),
+    Case(
+        "dreamlite",
+        "DreamLiteUNetModel",
+        _unet(
+            ("DreamLiteCrossAttnNoSelfAttnDownBlock2D", "DreamLiteDownBlock2D"),
+            ("DreamLiteUpBlock2D", "DreamLiteCrossAttnUpBlock2D"),
+            **_COND,
+        ),
+        _LATENT,
+        _TIME,
+    ),
+    Case(
+        "audioldm2",
+        "AudioLDM2UNet2DConditionModel",
+        _unet(
+            ("CrossAttnDownBlock2D", "DownBlock2D"),
+            ("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=(16, 16),
+            attention_head_dim=4,
+        ),
+        _LATENT,
+        _TIME,
+    ),
+    Case(
+        "controlnet-xs",
+        "UNetControlNetXSModel",
+        {
+            "sample_size": 8,
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "block_out_channels": (16, 32),
+            "norm_num_groups": 8,
+            "cross_attention_dim": 16,
+            "num_attention_heads": 2,
+            "ctrl_conditioning_embedding_out_channels": (8,),
+            "ctrl_block_out_channels": (8, 16),
+            "ctrl_num_attention_heads": 2,
+            "ctrl_max_norm_num_groups": 4,
+        },
+        _LATENT | {"controlnet_cond": (2, 3, 8, 8)},
+        _TIME,
+        reads=(
+            *[(f"up_blocks.1.resnets.{r}", 1, hidden) for r, hidden in ((2, 16), (1, 16), (0, 32))],
+            *[(f"up_blocks.0.resnets.{r}", 1, 32) for r in (2, 1, 0)],
+        ),
+    ),
 ]
 CASES_BY_NAME = {case.name: case for case in CASES}
 
@@ -264,20 +435,41 @@ def sd() -> Case:
 
 class PaperReading:
     """
-    Runs a stock U-Net and multiplies the skips of its decoder resnets, which are the trailing channels of their input.
+    Runs a stock model and multiplies its skips where a layer reads them together with the hidden state.
 
-    The widths of the skips come from a run of the encoder. The package is not used.
+    In a U-Net these layers are the decoder's resnets, and the skips are the trailing channels of their input; the
+    widths of the skips come from a run of the encoder. For other models, the case names the layers. The package is not
+    used.
     """
 
     def __init__(self, model):
         self.model = model
+        self.reads = next((case.reads for case in CASES if case.reads and _is_of(case, model)), ())
 
     def __call__(self, inputs, factor):
         """Return the output. `factor(i, n, skip)` is called for each skip; i = 1 is the outermost of n."""
+        if self.reads:
+            return self._run_with_reads(inputs, factor)
         consumed = []
         self._run(inputs, lambda order, skip: consumed.append(order) or 1.0)
         n = len(consumed)
         return self._run(inputs, lambda order, skip: factor(n - order, n, skip))
+
+    def _run_with_reads(self, inputs, factor):
+        def scale_skip(i, dim, width):
+            def hook(module, args):
+                both = args[0].movedim(dim, 1).clone()
+                skip = both[:, width:].contiguous()
+                both[:, width:] = skip * factor(i, len(self.reads), skip)
+                return (both.movedim(1, dim), *args[1:])
+
+            return hook
+
+        handles = [
+            self.model.get_submodule(name).register_forward_pre_hook(scale_skip(i, dim, width))
+            for i, (name, dim, width) in enumerate(self.reads, start=1)
+        ]
+        return self._output(inputs, handles)
 
     def _run(self, inputs, factor_of):
         widths, handles, orders = [], [], iter(range(1000))
@@ -309,12 +501,21 @@ class PaperReading:
         handles.extend(
             block.register_forward_pre_hook(hook_resnets, with_kwargs=True) for block in self.model.up_blocks
         )
+        return self._output(inputs, handles)
+
+    def _output(self, inputs, handles):
         try:
             with torch.no_grad():
                 return self.model(**inputs).sample
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _is_of(case: Case, model) -> bool:
+    config = {name: tuple(value) if isinstance(value, list) else value for name, value in model.config.items()}
+    same_class = type(model).__name__ == case.class_name
+    return same_class and all(config[name] == value for name, value in case.config.items())
 
 
 @pytest.fixture

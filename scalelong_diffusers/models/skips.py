@@ -88,7 +88,7 @@ class UpBlockSkips(SkipLayout):
         deepest_first = []
         hidden_width = model.config.block_out_channels[-1]
         for b, block in enumerate(model.up_blocks):
-            if "res_hidden_states_tuple" not in signature(block.forward).parameters:
+            if not any(name.startswith("res_hidden_states_tuple") for name in signature(block.forward).parameters):
                 raise UserError(
                     f"up_blocks.{b} of this {type(model).__name__} is a {type(block).__name__}, which takes no long "
                     "skips: the model cannot be scaled"
@@ -111,7 +111,7 @@ class UpBlockSkips(SkipLayout):
             indices = tuple(skip.index for skip in skips if skip.block == name)
             hooks[name] = SkipTupleHook(scaler, indices, self.argument)
         for skip in skips:
-            hooks[skip.where] = ConcatenationHook(scaler, skip)
+            hooks[skip.where] = ConcatenationHook(scaler, skip, only_mixes=True)
         return [
             model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()
         ]
@@ -135,9 +135,12 @@ class UpBlockSkips(SkipLayout):
         transformers = (
             Transformer2DModel | TransformerTemporalModel | TransformerSpatioTemporalModel | AnimateDiffTransformer3D
         )
+        resnets = ResnetBlock2D | ResnetBlockCondNorm2D | TemporalResnetBlock
+        if not all(isinstance(_spatial(resnet), resnets) for block in model.up_blocks for resnet in block.resnets):
+            return super().branch_ends(model)
         ends = []
         for module in model.modules():
-            if isinstance(module, ResnetBlock2D | ResnetBlockCondNorm2D | TemporalResnetBlock):
+            if isinstance(module, resnets):
                 ends.append(module.conv2)
             elif isinstance(module, transformers):
                 ends.append(module.proj_out)
@@ -157,35 +160,48 @@ def _spatial(resnet: nn.Module) -> nn.Module:
 @dataclass(frozen=True)
 class BlockSkips(SkipLayout):
     """
-    The layout of models whose decoder blocks receive one skip each, as a tensor.
+    The layout of models whose decoder blocks read one skip each.
 
     Args:
         blocks: name of the list of decoder blocks. The deepest block comes first.
-        widths: function that returns the number of channels of a block's hidden state and of its skip.
-        argument: name or position of the skip among the arguments of a block.
+        widths: function that returns the number of channels of a block's hidden state and of its skip, or None for a
+            block without a skip.
+        argument: name or position of the skip among the arguments of the layer that reads it, or None if this layer
+            receives the concatenation of hidden state and skip.
         hidden: name or position of the hidden state.
+        layer: name of this layer inside the block. By default it is the block itself.
         channel_dim: dimension of the channels.
     """
 
     blocks: str
-    widths: Callable[[nn.Module], tuple[int, int]]
-    argument: str | int = 1
+    widths: Callable[[nn.Module], tuple[int, int] | None]
+    argument: str | int | None = 1
     hidden: str | int = 0
+    layer: str = ""
     channel_dim: int = 1
 
     def find(self, model: nn.Module) -> list[LongSkip]:
-        blocks = model.get_submodule(self.blocks)
-        names = [f"{self.blocks}.{b}" for b in range(len(blocks))]
-        widths = [self.widths(block) for block in blocks]
+        widths = {f"{self.blocks}.{b}": self.widths(block) for b, block in enumerate(model.get_submodule(self.blocks))}
+        outermost_first = [name for name in reversed(widths) if widths[name] is not None]
         return [
-            LongSkip(i, len(names), name, name, skip_width, hidden_width, self.channel_dim)
-            for i, (name, (hidden_width, skip_width)) in enumerate(reversed(list(zip(names, widths))), start=1)
+            LongSkip(
+                i,
+                len(outermost_first),
+                name,
+                f"{name}.{self.layer}".rstrip("."),
+                *widths[name][::-1],
+                self.channel_dim,
+            )
+            for i, name in enumerate(outermost_first, start=1)
         ]
 
     def add_hooks(self, model: nn.Module, scaler: SkipScaler, skips: list[LongSkip]) -> list[RemovableHandle]:
         return [
-            model.get_submodule(skip.block).register_forward_pre_hook(
-                SkipTensorHook(scaler, skip.index, self.hidden, self.argument), with_kwargs=True
+            model.get_submodule(skip.where).register_forward_pre_hook(
+                ConcatenationHook(scaler, skip)
+                if self.argument is None
+                else SkipTensorHook(scaler, skip.index, self.hidden, self.argument),
+                with_kwargs=True,
             )
             for skip in skips
         ]
@@ -247,23 +263,28 @@ class SkipTupleHook:
 
 
 class ConcatenationHook:
-    """Forward pre-hook of the layer that reads the concatenation, for methods that also change the hidden state."""
+    """
+    Forward pre-hook of the layer that reads the concatenation of hidden state and skip.
 
-    def __init__(self, scaler: SkipScaler, skip: LongSkip):
+    With `only_mixes`, it does nothing for methods that only multiply the skip, which another hook has done.
+    """
+
+    def __init__(self, scaler: SkipScaler, skip: LongSkip, only_mixes: bool = False):
         self.scaler = scaler
         self.skip = skip
+        self.only_mixes = only_mixes
 
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if not self.scaler.changes_hidden(self.skip.index):
+        index, dim = self.skip.index, self.skip.channel_dim
+        if self.scaler.is_identity(index) or (self.only_mixes and not self.scaler.changes_hidden(index)):
             return None
         place = 0 if args else next(iter(kwargs))  # the layers of UNetMotionModel are called with keywords
-        both, dim = _argument(args, kwargs, place), self.skip.channel_dim
-        hidden, skip = both.tensor_split([self.skip.hidden_width], dim=dim)
-        return _replaced(args, kwargs, {place: torch.cat(self.scaler.combine(hidden, skip, self.skip.index), dim=dim)})
+        hidden, skip = _argument(args, kwargs, place).tensor_split([self.skip.hidden_width], dim)
+        return _replaced(args, kwargs, {place: torch.cat(self.scaler.combine(hidden, skip, index), dim)})
 
 
 class SkipTensorHook:
-    """Forward pre-hook of a block that receives one skip."""
+    """Forward pre-hook of a layer that receives one skip."""
 
     def __init__(self, scaler: SkipScaler, index: int, hidden: str | int, argument: str | int):
         self.scaler = scaler
@@ -271,7 +292,7 @@ class SkipTensorHook:
         self.hidden = hidden
         self.argument = argument
 
-    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         skip = _argument(args, kwargs, self.argument)
         if not self.scaler.changes_hidden(self.index):
             return _replaced(args, kwargs, {self.argument: self.scaler.scale(skip, self.index)})

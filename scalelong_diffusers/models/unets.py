@@ -1,16 +1,27 @@
-"""diffusers' U-Nets with scaled long skips."""
+"""diffusers' models with scaled long skips."""
 
 from diffusers import (
+    AudioLDM2UNet2DConditionModel,
+    DreamLiteUNetModel,
+    HunyuanDiT2DModel,
     I2VGenXLUNet,
+    Kandinsky3UNet,
+    StableCascadeUNet,
+    UNet1DModel,
     UNet2DConditionModel,
     UNet2DModel,
     UNet3DConditionModel,
+    UNetControlNetXSModel,
     UNetMotionModel,
     UNetSpatioTemporalConditionModel,
+    UniDiffuserModel,
 )
+from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
+from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransformer2DModel
+from torch import nn
 
 from scalelong_diffusers.models.mixin import SkipScalingMixin, plan_skip_scaling
-from scalelong_diffusers.models.skips import UpBlockSkips
+from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -62,3 +73,88 @@ class ScaleLongUNetMotionModel(SkipScalingMixin, UNetMotionModel):
         elif load_weights:
             model.skip_scaler.load_state_dict(unet.skip_scaler.state_dict())
         return model
+
+
+class ScaleLongDreamLiteUNetModel(SkipScalingMixin, DreamLiteUNetModel):
+    """[`~diffusers.DreamLiteUNetModel`] with `skip_scaling`."""
+
+    skip_layout = _BY_KEYWORD
+
+
+class ScaleLongAudioLDM2UNet2DConditionModel(SkipScalingMixin, AudioLDM2UNet2DConditionModel):
+    """[`~diffusers.AudioLDM2UNet2DConditionModel`] with `skip_scaling`."""
+
+    skip_layout = _BY_KEYWORD
+
+
+class ScaleLongUNetControlNetXSModel(SkipScalingMixin, UNetControlNetXSModel):
+    """[`~diffusers.UNetControlNetXSModel`] with `skip_scaling`. The skips of its control branch stay as they are."""
+
+    skip_layout = UpBlockSkips(argument="res_hidden_states_tuple_base")
+
+
+def _halves_of_first_conv(block: nn.Module) -> tuple[int, int]:
+    conv = next(module for module in block.resnets[0].modules() if isinstance(module, nn.Conv1d))
+    return conv.in_channels // 2, conv.in_channels // 2
+
+
+class ScaleLongUNet1DModel(SkipScalingMixin, UNet1DModel):
+    """[`~diffusers.UNet1DModel`] with `skip_scaling`. Each up-block reads one skip."""
+
+    skip_layout = BlockSkips("up_blocks", _halves_of_first_conv, argument=None, layer="resnets.0")
+
+
+def _kandinsky3_widths(block: nn.Module) -> tuple[int, int] | None:
+    both = block.resnets_in[0].resnet_blocks[0].projection.in_channels
+    hidden = block.resnets_out[0].resnet_blocks[-1].projection.out_channels
+    return (hidden, both - hidden) if both > hidden else None
+
+
+class ScaleLongKandinsky3UNet(SkipScalingMixin, Kandinsky3UNet):
+    """[`~diffusers.Kandinsky3UNet`] with `skip_scaling`. Each level has one skip."""
+
+    skip_layout = BlockSkips("up_blocks", _kandinsky3_widths, argument=None, layer="resnets_in.0")
+
+
+def _cascade_widths(layers: nn.ModuleList) -> tuple[int, int] | None:
+    if not isinstance(layers[0], SDCascadeResBlock):
+        return None
+    (hidden,), both = layers[0].norm.normalized_shape, layers[0].channelwise[0].in_features
+    return (hidden, both - hidden) if both > hidden else None
+
+
+class ScaleLongStableCascadeUNet(SkipScalingMixin, StableCascadeUNet):
+    """
+    [`~diffusers.StableCascadeUNet`] with `skip_scaling`. Each level has one skip, which joins behind the norm of the
+    level's first block.
+    """
+
+    skip_layout = BlockSkips("up_blocks", _cascade_widths, argument=None, layer="0.channelwise", channel_dim=3)
+
+
+def _hunyuan_widths(block: nn.Module) -> tuple[int, int] | None:
+    return None if block.skip_linear is None else (block.skip_linear.out_features,) * 2
+
+
+class ScaleLongHunyuanDiT2DModel(SkipScalingMixin, HunyuanDiT2DModel):
+    """
+    [`~diffusers.HunyuanDiT2DModel`] with `skip_scaling`. What a ControlNet adds to a skip is scaled together with it.
+    """
+
+    skip_layout = BlockSkips("blocks", _hunyuan_widths, argument="skip", channel_dim=2)
+
+
+def _unidiffuser_widths(block: nn.ModuleDict) -> tuple[int, int]:
+    return (block["skip"].skip_linear.out_features,) * 2
+
+
+class ScaleLongUTransformer2DModel(SkipScalingMixin, UTransformer2DModel):
+    """diffusers' `UTransformer2DModel`, the U-ViT inside of UniDiffuser, with `skip_scaling`."""
+
+    skip_layout = BlockSkips("transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2)
+
+
+class ScaleLongUniDiffuserModel(SkipScalingMixin, UniDiffuserModel):
+    """[`~diffusers.UniDiffuserModel`] with `skip_scaling`."""
+
+    skip_layout = BlockSkips("transformer.transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2)

@@ -102,6 +102,8 @@ class SkipScaler(nn.Module):
 
     def combine(self, hidden: torch.Tensor, skip: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden state and the skip that the layer reads."""
+        if not self.changes_hidden(index):
+            return hidden, self.scale(skip, index)
         new_hidden, new_skip = self.method(index)(hidden, skip)
         new_hidden, new_skip = new_hidden.to(hidden), new_skip.to(skip)
         if self.strength == 1.0:

@@ -38,6 +38,7 @@ def gradients(model, inputs):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated")  # AudioLDM2 imports it
 @pytest.mark.parametrize("entry", ["cs", LS], ids=str)
 def test_gradient_checkpointing_keeps_the_gradients(case, entry):
     model, inputs = case.build_scaled(entry).train(), case.make_inputs()

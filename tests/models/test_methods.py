@@ -43,8 +43,33 @@ def randomized(model):
 
 @pytest.mark.parametrize("method", MIXES)
 def test_layer_reads_what_the_method_makes_of_the_concatenation(case, method):
-    """The inputs of each resnet are compared with an own split, method and concatenation."""
     model = randomized(apply_skip_scaling(case.build(), method))
+    if case.reads:
+        check_output(case, model)
+    else:
+        check_inputs_of_resnets(case, model)
+
+
+def check_output(case, model):
+    """Compare with the plain model, whose layers named by the case read the result of the method."""
+    plain, handles = case.build(), []
+    for i, (name, dim, width) in enumerate(case.reads, start=1):
+
+        def mix(layer, args, i=i, dim=dim, width=width):
+            hidden, skip = args[0].tensor_split([width], dim)
+            return torch.cat(model.skip_scaler.method(i)(hidden, skip), dim), *args[1:]
+
+        handles.append(plain.get_submodule(name).register_forward_pre_hook(mix))
+    inputs = case.make_inputs()
+    mixed = output(plain, inputs)
+    torch.testing.assert_close(output(model, inputs), mixed)
+    for handle in handles:
+        handle.remove()
+    assert not torch.allclose(mixed, output(plain, inputs)) or model.skip_scaler.is_identity(1)
+
+
+def check_inputs_of_resnets(case, model):
+    """Compare the inputs of each resnet with an own split, method and concatenation."""
     skips = model.skip_layout.find(model)
     before, after = {}, {}
     for skip in skips:
