@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
 
 # Importing these modules registers the scaled classes.
@@ -26,7 +26,8 @@ from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 Model = TypeVar("Model", bound=nn.Module)
-ModelOrPipeline = TypeVar("ModelOrPipeline", nn.Module, DiffusionPipeline)
+Pipeline = DiffusionPipeline | ModularPipeline
+ModelOrPipeline = TypeVar("ModelOrPipeline", nn.Module, DiffusionPipeline, ModularPipeline)
 
 
 def apply_skip_scaling(
@@ -175,7 +176,7 @@ class SkipConnections(list[SkipConnection]):
     __repr__ = __str__
 
 
-def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipConnections:
+def skip_connections(model_or_pipeline: nn.Module | Pipeline) -> SkipConnections:
     """
     Return the long skips of a model, or of the scalable model of a pipeline, with their factors or gates.
 
@@ -207,10 +208,10 @@ def skip_connections(model_or_pipeline: nn.Module | DiffusionPipeline) -> SkipCo
     return SkipConnections(rows, scaler.config, sum(p.numel() for p in scaler.parameters()), note)
 
 
-def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[nn.Module]:
+def _scalable_models(model_or_pipeline: nn.Module | Pipeline) -> list[nn.Module]:
     """Return the model, or the models of a pipeline, whose long skips can be scaled."""
     models = [model_or_pipeline]
-    if isinstance(model_or_pipeline, DiffusionPipeline):
+    if isinstance(model_or_pipeline, Pipeline):
         modules = {n: c for n, c in model_or_pipeline.components.items() if isinstance(c, nn.Module)}
         distinct = {id(module): module for module in modules.values()}.values()
         models = [module for module in distinct if any(map(_is_scalable, module.modules()))]
@@ -225,7 +226,7 @@ def _scalable_models(model_or_pipeline: nn.Module | DiffusionPipeline) -> list[n
     return models
 
 
-def _check_any_scaled(models: list[nn.Module], model_or_pipeline: nn.Module | DiffusionPipeline):
+def _check_any_scaled(models: list[nn.Module], model_or_pipeline: nn.Module | Pipeline):
     if not models:
         raise UserError(f"this {type(model_or_pipeline).__name__} has no skip scaling; apply_skip_scaling adds it")
 
@@ -250,9 +251,14 @@ def _check_scalable(model: nn.Module):
     skip_layout(model)  # rejects a class without long skips
 
 
-def _refresh_components(model_or_pipeline: nn.Module | DiffusionPipeline, models: list[nn.Module]):
+def _refresh_components(model_or_pipeline: nn.Module | Pipeline, models: list[nn.Module]):
     """Assign changed components to their pipeline again, because a pipeline records their classes on assignment."""
     if isinstance(model_or_pipeline, DiffusionPipeline):
         for name, component in model_or_pipeline.components.items():
             if any(component is model for model in models):
                 setattr(model_or_pipeline, name, component)
+    elif isinstance(model_or_pipeline, ModularPipeline):
+        for name, component in model_or_pipeline.components.items():
+            if any(component is model for model in models):
+                model_or_pipeline.update_components(**{name: None})  # it ignores a component that it has
+                model_or_pipeline.update_components(**{name: component})

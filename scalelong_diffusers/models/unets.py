@@ -1,5 +1,7 @@
 """diffusers' models with scaled long skips."""
 
+import functools
+
 from diffusers import (
     AudioLDM2UNet2DConditionModel,
     DreamLiteUNetModel,
@@ -20,7 +22,7 @@ from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
 from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransformer2DModel
 from torch import nn
 
-from scalelong_diffusers.models.mixin import SkipScalingMixin, plan_skip_scaling
+from scalelong_diffusers.models.mixin import SkipScalingMixin, plan_skip_scaling, scaled_class, unscale
 from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -66,13 +68,7 @@ class ScaleLongUNetMotionModel(SkipScalingMixin, UNetMotionModel):
     @classmethod
     def from_unet2d(cls, unet, motion_adapter=None, load_weights=True):
         """Build the model from a 2D U-Net, as in diffusers. It keeps the skip scaling of `unet` and its gates."""
-        model = super().from_unet2d(unet, motion_adapter, load_weights)
-        if not isinstance(unet, SkipScalingMixin):
-            # A plain U-Net that was loaded from a scaled folder has an entry in its config, but runs unscaled.
-            plan_skip_scaling(model, SkipScalingConfig("none")).apply()
-        elif load_weights:
-            model.skip_scaler.load_state_dict(unet.skip_scaler.state_dict())
-        return model
+        return _scaled_like(unet, super().from_unet2d(unet, motion_adapter, load_weights), load_weights)
 
 
 class ScaleLongDreamLiteUNetModel(SkipScalingMixin, DreamLiteUNetModel):
@@ -91,6 +87,11 @@ class ScaleLongUNetControlNetXSModel(SkipScalingMixin, UNetControlNetXSModel):
     """[`~diffusers.UNetControlNetXSModel`] with `skip_scaling`. The skips of its control branch stay as they are."""
 
     skip_layout = UpBlockSkips(argument="res_hidden_states_tuple_base")
+
+    @classmethod
+    def from_unet(cls, unet, *args, **kwargs):
+        """Build the model from a U-Net, as in diffusers. It keeps the skip scaling of `unet` and its gates."""
+        return _scaled_like(unet, super().from_unet(unet, *args, **kwargs))
 
 
 def _halves_of_first_conv(block: nn.Module) -> tuple[int, int]:
@@ -158,3 +159,35 @@ class ScaleLongUniDiffuserModel(SkipScalingMixin, UniDiffuserModel):
     """[`~diffusers.UniDiffuserModel`] with `skip_scaling`."""
 
     skip_layout = BlockSkips("transformer.transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2)
+
+
+def _scaled_like(unet: nn.Module, model: SkipScalingMixin, with_gates: bool = True) -> SkipScalingMixin:
+    """Give a model that was converted from `unet` its skip scaling, and its trained gates."""
+    unscale(model)  # the conversion may have replaced the blocks that had the hooks
+    # A plain U-Net that was loaded from a scaled folder has an entry in its config, but runs unscaled.
+    config = unet.skip_scaler.config if isinstance(unet, SkipScalingMixin) else SkipScalingConfig("none")
+    plan_skip_scaling(model, config).apply()
+    if isinstance(unet, SkipScalingMixin) and with_gates:
+        model.skip_scaler.load_state_dict(unet.skip_scaler.state_dict())
+    return model
+
+
+def _keep_scaling(plain: type, converter: str):
+    """
+    Make a conversion of diffusers keep the scaling of the U-Net that it converts.
+
+    Pipelines such as AnimateDiff's call it on the plain class, which would drop the scaling without a word.
+    """
+    stock = getattr(plain, converter).__func__
+
+    @functools.wraps(stock)
+    def convert(cls, unet, *args, **kwargs):
+        if cls is plain and isinstance(unet, SkipScalingMixin):
+            return getattr(scaled_class(plain), converter)(unet, *args, **kwargs)
+        return stock(cls, unet, *args, **kwargs)
+
+    setattr(plain, converter, classmethod(convert))
+
+
+_keep_scaling(UNetMotionModel, "from_unet2d")
+_keep_scaling(UNetControlNetXSModel, "from_unet")
