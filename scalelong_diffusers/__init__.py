@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.patching import (
         apply_skip_init,
         apply_skip_scaling,
+        fuse_skip_scaling,
         remove_skip_scaling,
         set_skip_scaling_strength,
         skip_connections,
@@ -90,6 +91,7 @@ _NAMES = {
     "patching": (
         "apply_skip_init",
         "apply_skip_scaling",
+        "fuse_skip_scaling",
         "remove_skip_scaling",
         "set_skip_scaling_strength",
         "skip_connections",

@@ -13,6 +13,7 @@ import scalelong_diffusers.models.unets
 import scalelong_diffusers.models.uvit  # noqa: F401
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import is_compiled, write_config_entry
+from scalelong_diffusers.models.fusing import plan_compensation, plan_fusing
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
     plan_skip_scaling,
@@ -31,13 +32,20 @@ ModelOrPipeline = TypeVar("ModelOrPipeline", nn.Module, DiffusionPipeline, Modul
 
 
 def apply_skip_scaling(
-    model_or_pipeline: ModelOrPipeline, config: SkipScalingConfig | Mapping[str, Any] | str
+    model_or_pipeline: ModelOrPipeline,
+    config: SkipScalingConfig | Mapping[str, Any] | str,
+    preserve_output: bool = False,
 ) -> ModelOrPipeline:
     """
     Scale the long skips of a diffusers model, or of the models in a pipeline, in place. Return the argument.
 
     The model becomes its ScaleLong subclass, so that saving and loading keep the scaling. Applying the same config
     again keeps trained gates; another config replaces them. An error leaves all models unchanged.
+
+    Args:
+        preserve_output: divide the weights that read the skips by the factors, so that a trained model still computes
+            the same. This needs constant factors, and layers that are linear in the skips: a U-ViT has them, and a
+            U-Net, which reads its skips behind a norm, does not. Gates (`"ls"`) preserve the output by themselves.
 
     ```python
     pipe = StableDiffusionPipeline.from_pretrained("some/sd")
@@ -55,7 +63,10 @@ def apply_skip_scaling(
             state = "this {} is compiled, and its graph would ignore the scaling: patch before compiling"
         if state is not None:
             raise UserError(state.format(type(model).__name__))
-    for plan in [plan_skip_scaling(model, config) for model in models]:
+    plans = [plan_skip_scaling(model, config) for model in models]
+    for compensate in [plan_compensation(plan) for plan in plans] if preserve_output else ():
+        compensate()
+    for plan in plans:
         plan.apply()
     _refresh_components(model_or_pipeline, models)
     return model_or_pipeline
@@ -103,6 +114,25 @@ def remove_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
         unscale(model)
     _refresh_components(model_or_pipeline, models)
     return model_or_pipeline
+
+
+def fuse_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
+    """
+    Multiply the weights that read the long skips by the constant factors, and remove the scaling. Return the argument.
+
+    The output stays the same, and the result is a plain diffusers model whose files every tool can read. This works
+    for layers that are linear in the skips; see `preserve_output` of [`apply_skip_scaling`], which is the inverse.
+
+    ```python
+    uvit = UViTModel.from_pretrained("out/unet")  # trained with "cs"
+    fuse_skip_scaling(uvit).save_pretrained("fused")
+    ```
+    """
+    models = [model for model in _scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
+    _check_any_scaled(models, model_or_pipeline)
+    for fuse in [plan_fusing(model) for model in models]:
+        fuse()
+    return remove_skip_scaling(model_or_pipeline)
 
 
 def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: float) -> ModelOrPipeline:

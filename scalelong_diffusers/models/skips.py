@@ -60,6 +60,13 @@ class SkipLayout:
         """Return the last layers of the residual branches."""
         raise UserError(_NO_SKIP_LAYERS.format(type(model).__name__))
 
+    def linear_weights(self, model: nn.Module, skip: LongSkip) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the weights by which each layer multiplies the hidden state and the skip, as views."""
+        raise UserError(
+            f"factors cannot move into the weights of this {type(model).__name__}: what reads its long skips is not "
+            "linear, for example a norm"
+        )
+
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
         if not skips:
@@ -171,6 +178,7 @@ class BlockSkips(SkipLayout):
         hidden: name or position of the hidden state.
         layer: name of this layer inside the block. By default it is the block itself.
         channel_dim: dimension of the channels.
+        linear_layers: function that returns the layers of a block that read the concatenation, if all are linear.
     """
 
     blocks: str
@@ -179,6 +187,7 @@ class BlockSkips(SkipLayout):
     hidden: str | int = 0
     layer: str = ""
     channel_dim: int = 1
+    linear_layers: Callable[[nn.Module], list[nn.Module]] | None = None
 
     def find(self, model: nn.Module) -> list[LongSkip]:
         widths = {f"{self.blocks}.{b}": self.widths(block) for b, block in enumerate(model.get_submodule(self.blocks))}
@@ -206,6 +215,12 @@ class BlockSkips(SkipLayout):
             for skip in skips
         ]
 
+    def linear_weights(self, model: nn.Module, skip: LongSkip) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        layers = self.linear_layers(model.get_submodule(skip.block)) if self.linear_layers else [None]
+        if not all(isinstance(layer, nn.Linear | nn.Conv1d) for layer in layers):
+            return super().linear_weights(model, skip)
+        return [layer.weight.tensor_split([skip.hidden_width], dim=1) for layer in layers]
+
 
 class OutBlockSkips(SkipLayout):
     """The layout of a U-ViT: each decoder block takes one skip, and the model's forward calls its `skip_scaler`."""
@@ -223,6 +238,10 @@ class OutBlockSkips(SkipLayout):
         hidden, skipped = block.hidden_proj, block.skip_proj
         parameters = [*hidden.parameters(), *skipped.parameters()]
         return SkipLayer(hidden.weight, skipped.weight, hidden.bias, parameters)
+
+    def linear_weights(self, model: nn.Module, skip: LongSkip) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        block = model.get_submodule(skip.block)
+        return [(block.hidden_proj.weight, block.skip_proj.weight)]
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         if model.config.block_scale == "rezero":

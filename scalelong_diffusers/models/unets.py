@@ -18,6 +18,7 @@ from diffusers import (
     UNetSpatioTemporalConditionModel,
     UniDiffuserModel,
 )
+from diffusers.models.resnet import ResidualTemporalBlock1D
 from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
 from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransformer2DModel
 from torch import nn
@@ -94,15 +95,25 @@ class ScaleLongUNetControlNetXSModel(SkipScalingMixin, UNetControlNetXSModel):
         return _scaled_like(unet, super().from_unet(unet, *args, **kwargs))
 
 
+def _first_convs(block: nn.Module) -> list[nn.Module]:
+    """Return the layers of the first resnet that read its input."""
+    resnet = block.resnets[0]
+    if isinstance(resnet, ResidualTemporalBlock1D):
+        return [resnet.conv_in.conv1d, resnet.residual_conv]
+    return [resnet.conv_1, resnet.conv_skip]
+
+
 def _halves_of_first_conv(block: nn.Module) -> tuple[int, int]:
-    conv = next(module for module in block.resnets[0].modules() if isinstance(module, nn.Conv1d))
-    return conv.in_channels // 2, conv.in_channels // 2
+    width = _first_convs(block)[0].in_channels // 2
+    return width, width
 
 
 class ScaleLongUNet1DModel(SkipScalingMixin, UNet1DModel):
     """[`~diffusers.UNet1DModel`] with `skip_scaling`. Each up-block reads one skip."""
 
-    skip_layout = BlockSkips("up_blocks", _halves_of_first_conv, argument=None, layer="resnets.0")
+    skip_layout = BlockSkips(
+        "up_blocks", _halves_of_first_conv, argument=None, layer="resnets.0", linear_layers=_first_convs
+    )
 
 
 def _kandinsky3_widths(block: nn.Module) -> tuple[int, int] | None:
@@ -130,7 +141,14 @@ class ScaleLongStableCascadeUNet(SkipScalingMixin, StableCascadeUNet):
     level's first block.
     """
 
-    skip_layout = BlockSkips("up_blocks", _cascade_widths, argument=None, layer="0.channelwise", channel_dim=3)
+    skip_layout = BlockSkips(
+        "up_blocks",
+        _cascade_widths,
+        argument=None,
+        layer="0.channelwise",
+        channel_dim=3,
+        linear_layers=lambda layers: [layers[0].channelwise[0]],
+    )
 
 
 def _hunyuan_widths(block: nn.Module) -> tuple[int, int] | None:
@@ -149,16 +167,28 @@ def _unidiffuser_widths(block: nn.ModuleDict) -> tuple[int, int]:
     return (block["skip"].skip_linear.out_features,) * 2
 
 
+def _unidiffuser_layers(block: nn.ModuleDict) -> list[nn.Linear]:
+    return [block["skip"].skip_linear]
+
+
 class ScaleLongUTransformer2DModel(SkipScalingMixin, UTransformer2DModel):
     """diffusers' `UTransformer2DModel`, the U-ViT inside of UniDiffuser, with `skip_scaling`."""
 
-    skip_layout = BlockSkips("transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2)
+    skip_layout = BlockSkips(
+        "transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2, linear_layers=_unidiffuser_layers
+    )
 
 
 class ScaleLongUniDiffuserModel(SkipScalingMixin, UniDiffuserModel):
     """[`~diffusers.UniDiffuserModel`] with `skip_scaling`."""
 
-    skip_layout = BlockSkips("transformer.transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2)
+    skip_layout = BlockSkips(
+        "transformer.transformer_out_blocks",
+        _unidiffuser_widths,
+        layer="skip",
+        channel_dim=2,
+        linear_layers=_unidiffuser_layers,
+    )
 
 
 def _scaled_like(unet: nn.Module, model: SkipScalingMixin, with_gates: bool = True) -> SkipScalingMixin:
