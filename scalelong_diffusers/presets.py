@@ -70,6 +70,7 @@ _NOISE = {
 }
 _UVIT_TRAINING = {
     "adam_weight_decay": 0.03,
+    "adam_epsilon": 1e-8,
     "lr_scheduler": "constant_with_warmup",
     "max_grad_norm": 0.0,  # U-ViT trains without clipping
     "ema_decay": 0.9999,
@@ -189,7 +190,7 @@ _ROWS = [
         parameters=35_746_307, num_skips=12, task="unconditional", data="CIFAR-10",
         training={
             "resolution": 32, "center_crop": True, "ddpm_beta_schedule": "linear", "learning_rate": 2e-4,
-            "adam_weight_decay": 0.0,  # Adam
+            "adam_weight_decay": 0.0, "adam_epsilon": 1e-8,  # Adam
             "lr_warmup_steps": 5_000, "max_grad_norm": 1.0, "total_batch_size": 128, "max_train_steps": 800_000,
         },
         noise="betas 1e-4 to 0.02, linear", scheduler=_LINEAR_BETAS,
@@ -205,7 +206,9 @@ _ROWS = [
             "num_class_embeds": 1000, "norm_eps": 1e-5,
         },
         parameters=144_395_363, num_skips=12, task="class-conditional", data="ImageNet, 64 x 64",
-        training={"resolution": 64, "center_crop": True, "max_grad_norm": 0.0, "class_dropout": 0.0},
+        training={
+            "resolution": 64, "center_crop": True, "adam_epsilon": 1e-8, "max_grad_norm": 0.0, "class_dropout": 0.0,
+        },
     ),
     Preset(
         "mscoco-unet", ScaleLongUNet2DConditionModel,
@@ -216,7 +219,7 @@ _ROWS = [
             "cross_attention_dim": 768, "attention_head_dim": 8,
         },
         parameters=52_708_356, num_skips=9, task="text-to-image", data="MS-COCO, 256 x 256", is_latent=True,
-        training={"resolution": 256, "center_crop": True, "max_grad_norm": 0.0},
+        training={"resolution": 256, "center_crop": True, "adam_epsilon": 1e-8, "max_grad_norm": 0.0},
     ),
 ]  # fmt: skip
 PRESETS = {row.name: row for row in _ROWS}

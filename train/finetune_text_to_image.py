@@ -40,7 +40,9 @@ class FineTuningConfig(RunConfig):
     # As in diffusers' own script: a constant learning rate and no EMA.
     data: FineTuningDataConfig = field(default_factory=FineTuningDataConfig)
     optimization: OptimizationConfig = field(
-        default_factory=lambda: OptimizationConfig(learning_rate=1e-5, lr_scheduler="constant", use_ema=False)
+        default_factory=lambda: OptimizationConfig(
+            learning_rate=1e-5, lr_scheduler="constant", adam_epsilon=1e-8, use_ema=False
+        )
     )
     monitoring: MonitoringConfig = field(default_factory=lambda: MonitoringConfig(num_samples=4))
 

@@ -144,7 +144,9 @@ class OptimizationConfig:
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
     adam_weight_decay: float = option(0.01, "AdamW weight decay", at_least=0, at_most=100)
-    adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=1e-20, at_most=100)
+    # torch's 1e-8 exceeds the first gradients of attention in small models, which then stay on a plateau:
+    # docs/which_method.md.
+    adam_epsilon: float = option(1e-10, "AdamW epsilon", at_least=1e-20, at_most=100)
     snr_gamma: float | None = option(
         None, "min-SNR weighting of the loss; 5 is usual", at_least=0.001, at_most=1_000_000
     )
