@@ -47,7 +47,11 @@ def write_config_entry(model: ModelMixin, name: str, value: Any | None):
         config["_use_default_values"] = [other for other in config["_use_default_values"] if other != name]
     if "_class_name" in config:
         config["_class_name"] = type(model).__name__
-    model._internal_dict = FrozenDict(config)
+    old, new = model.config, FrozenDict(config)
+    # `load_ip_adapter` sets an attribute of the config, but not the entry.
+    attributes = {key: value for key, value in vars(old).items() if key in old and value is not old[key]}
+    vars(new).update({key: value for key, value in attributes.items() if key != name})
+    model._internal_dict = new
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
