@@ -95,6 +95,8 @@ def test_lora_of_a_plain_model(sd, paper_reading, fuse):
 
 
 def test_torchao_quantization(sd, paper_reading):
+    # Not among the test dependencies: diffusers imports it, and it prints to stderr whenever it is imported.
+    pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     def prepare(unet):

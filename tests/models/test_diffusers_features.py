@@ -93,7 +93,13 @@ class TestCompilers:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize(("name", "entry"), [("ddpm", "cs"), ("class-conditional", "learnable"), ("sd", LS)])
+    @pytest.mark.parametrize(
+        ("name", "entry"),
+        [
+            ("ddpm", "cs"), ("class-conditional", "learnable"), ("sd", LS),
+            ("stable-cascade", LS), ("hunyuan-dit", "cs"), ("unidiffuser", LS),
+        ],
+    )  # fmt: skip
     def test_compiles_without_graph_breaks(self, cases, name, entry):
         case = cases[name]
         model, inputs = case.build_scaled(entry), case.make_inputs()
