@@ -7,7 +7,6 @@ says how well it knows these images.
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.data.stream import Stream
 from scalelong_diffusers.data.training_data import load_training_data
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write
 
 
@@ -32,7 +32,7 @@ def data_source(data: str, folder: Path) -> dict[str, str]:
     """Return the data option of the training script. Debian's idx files are converted to parquet first."""
     if not Path(data).is_dir():
         if Path(data).is_absolute():
-            sys.exit(
+            raise UserError(
                 f"folder {data} does not exist: run apt-get install dataset-fashion-mnist, or pass a folder with "
                 "Fashion-MNIST or its Hub id as --data"
             )

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own."""
+"""Trainings that run in separate processes."""
 
 import signal
 import subprocess
