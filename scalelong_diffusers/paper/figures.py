@@ -1,12 +1,14 @@
 """All figures, tables and theorems of the paper that `scalelong paper` reruns, by name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.experiments import charts
 from scalelong_diffusers.files import atomic_write
-from scalelong_diffusers.paper import input_tables, inputs, theorems, theory
+from scalelong_diffusers.paper import input_tables, inputs, theorems, theory, training_tables, trainings
 from scalelong_diffusers.paper.experiment import Experiment, Figure, Workspace, measure_each
+from scalelong_diffusers.paper.trainings import Training
 
 
 THEORY = Experiment(
@@ -19,6 +21,14 @@ INPUTS = Experiment(
     measure_each(lambda noisy, workspace: inputs.measure(noisy, workspace)),
     seeds=3,
 )
+TRAININGS = Experiment("trainings", trainings.Training, trainings.shortened, trainings.run_all, seeds=3)
+
+
+def _quality(title: str, planned: Callable[[], list[Training]], has_chart: bool = False) -> Figure:
+    """Return a figure of loss and FID."""
+    panels = training_tables.fid_panels(planned) if has_chart else None
+    return Figure(title, TRAININGS, planned, training_tables.quality_table(planned), panels)
+
 
 FIGURES = {
     "theorem3.1": Figure(
@@ -47,6 +57,20 @@ FIGURES = {
         "energy of the noise relative to noisy images", INPUTS,
         input_tables.all_inputs, input_tables.ratio_table, input_tables.ratio_panels,
     ),
+    "fig1": Figure(
+        "hidden features during training", TRAININGS,
+        training_tables.feature_runs, training_tables.feature_table, training_tables.feature_panels,
+    ),
+    "fig3c": _quality("quality after training with extra noise", training_tables.extra_noise_runs),
+    "fig5": _quality("quality over training steps", training_tables.speed_runs, has_chart=True),
+    "fig6": _quality("the same for several batch sizes and depths", training_tables.size_runs, has_chart=True),
+    "fig7": Figure(
+        "gates of trained LS models", TRAININGS,
+        training_tables.gate_runs, training_tables.gate_table, training_tables.gate_panels,
+    ),
+    "table2": _quality("variants of the gates", training_tables.gate_variant_runs),
+    "table3": _quality("scaling the output of blocks", training_tables.block_scaling_runs),
+    "table4": _quality("CS in the reverse direction", training_tables.reversed_runs),
 }  # fmt: skip
 
 
