@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.charts import Panel
 from scalelong_diffusers.experiments.fashion_mnist import data_source
 from scalelong_diffusers.experiments.results import ResultFile
@@ -33,11 +34,14 @@ class Workspace:
     data: str
     jobs: int = 1
 
-    @property
+    @cached_property
     def runs(self) -> Path:
-        """The folder for data and unfinished runs."""
+        """The folder for data and unfinished runs, which is created when it is first used."""
         folder = self.folder / "runs"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot write to --output_dir {self.folder}: {error}") from error
         return folder
 
     @cached_property
@@ -66,7 +70,13 @@ class Experiment:
     seeds: int | None = None
 
     def results(self, folder: Path) -> ResultFile:
-        return ResultFile(folder / f"{self.name}.jsonl", self.run_class)
+        """Read the finished runs in a folder."""
+        file = folder / f"{self.name}.jsonl"
+        try:
+            return ResultFile(file, self.run_class)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{file} cannot be read as result lines ({reason}): pass another --output_dir") from error
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,7 @@ def get_figure(name: str) -> Figure:
 def run_figure(name: str, workspace: Workspace, quick: bool, seeds: int | None = None):
     """Execute the runs of a figure that have no results yet."""
     figure = get_figure(name)
-    workspace.folder.mkdir(parents=True, exist_ok=True)
-    results = figure.experiment.results(workspace.folder)
+    results = figure.experiment.results(workspace.runs.parent)
     with results.locked():
         figure.experiment.run_all(results, figure.planned(quick, seeds), workspace)
 

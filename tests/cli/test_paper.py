@@ -73,6 +73,16 @@ def test_draws_charts_for_light_and_dark_pages(paper, tmp_path, monkeypatch):
         assert not re.search(r"(href|src|url)", svg)
 
 
+def test_names_a_folder_that_it_cannot_write_and_a_file_that_it_cannot_read(error_of, tmp_path):
+    (tmp_path / "file").touch()
+    message = f"cannot write to --output_dir {tmp_path / 'file' / 'quick'}"
+    assert message in error_of("paper", "lemma3.2", "--quick", "--output_dir", tmp_path / "file")
+    for content in ("no JSON\n", '{"run": {"dataset": "uniform", "size": 3}}\n', "[]\n", "{}\n"):
+        (tmp_path / "inputs.jsonl").write_text(content)
+        line = error_of("paper", "fig3a", "--output_dir", tmp_path)
+        assert f"{tmp_path / 'inputs.jsonl'} cannot be read as result lines" in line
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
