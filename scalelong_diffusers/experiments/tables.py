@@ -16,7 +16,7 @@ def with_range(middle: float, low: float, high: float, digits: str = ".3g") -> s
 
 
 def over_seeds(values: Sequence[float], digits: str = ".3g") -> str:
-    """Return the median of the seeds, and their range if there are several."""
-    if len(values) == 1:
-        return f"{values[0]:{digits}}"
+    """Return the median of the seeds, and their range if there are several. Without a seed, return nothing."""
+    if len(values) < 2:
+        return "".join(f"{value:{digits}}" for value in values)
     return with_range(statistics.median(values), min(values), max(values), digits)

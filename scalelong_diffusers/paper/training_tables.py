@@ -12,7 +12,7 @@ from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.tables import markdown_table, over_seeds
 from scalelong_diffusers.paper.experiment import Simplify, lines_of_seeds
 from scalelong_diffusers.paper.gates import fit_kappa
-from scalelong_diffusers.paper.trainings import CS, LS, MAIN_METHODS, PARTS, PLAIN, UNET, Training
+from scalelong_diffusers.paper.trainings import CS, LS, MAIN_METHODS, PLAIN, UNET, Training
 
 
 Results = ResultFile[Training]
@@ -93,18 +93,24 @@ def quality_table(planned: Callable[[], list[Training]]) -> Callable[[Results, S
         rows = []
         for training in dict.fromkeys(map(simplify, planned())):
             if lines := lines_of_seeds(results, training):
-                plain = lines_of_seeds(results, dataclasses.replace(training, method=PLAIN))
+                completed = _completed(lines)
+                plain = _completed(lines_of_seeds(results, dataclasses.replace(training, method=PLAIN)))
                 gains = [speed_up(line, other) for line, other in _same_seeds(lines, plain)]
                 rows.append([
-                    described(training), training.method, str(len(lines)),
-                    over_seeds([final_loss(line) for line in lines], ".4f"),
-                    over_seeds([final_fid(line) for line in lines], ".1f"),
-                    over_seeds(gains, ".2f") if gains else "",
+                    described(training), training.method, str(len(lines)), str(len(lines) - len(completed)),
+                    over_seeds([final_loss(line) for line in completed], ".4f"),
+                    over_seeds([line["fid"][-1][1] for line in completed], ".1f"),
+                    over_seeds(gains, ".2f"),
                 ])  # fmt: skip
-        heads = ("model", "method", "seeds", "final loss", "FID")
+        heads = ("model", "method", "seeds", "diverged", "final loss", "FID")
         return markdown_table((*heads, "speed-up to the FID of the plain model"), rows)
 
     return table
+
+
+def _completed(lines: list[Line]) -> list[Line]:
+    """Return the lines of runs that did not stop because of non-finite losses."""
+    return [line for line in lines if line["stopped"] is None]
 
 
 def _same_seeds(lines: list[Line], others: list[Line]) -> list[tuple[Line, Line]]:
@@ -113,34 +119,27 @@ def _same_seeds(lines: list[Line], others: list[Line]) -> list[tuple[Line, Line]
 
 
 def final_loss(line: Line) -> float:
-    """Return the mean of the last three validations in EMA weights, or infinity if the run stopped."""
-    losses = [loss for _, loss, _ in line["evaluations"][-3:]]
-    return math.inf if line["stopped"] is not None or None in losses else statistics.mean(losses)
-
-
-def final_fid(line: Line) -> float:
-    """Return the last FID, or infinity if the run stopped."""
-    return math.inf if line["stopped"] is not None or not line["fid"] else line["fid"][-1][1]
+    """Return the mean of the last three validations in EMA weights."""
+    return statistics.mean(loss for _, loss, _ in line["evaluations"][-3:])
 
 
 def speed_up(line: Line, plain: Line) -> float:
     """
-    Return all steps / steps to the final FID of the plain run, or 0 if the run never reaches it.
+    Return all steps / steps to the final FID of the plain run, or 0 if the run diverges or never reaches it.
 
     FID is known after each part of the training; in between, its logarithm is interpolated.
     """
-    target, steps = final_fid(plain), plain["run"]["steps"]
+    (_, target), steps = plain["fid"][-1], plain["run"]["steps"]
     if line["run"] == plain["run"]:
         return 1.0
-    previous = None
-    for step, fid in line["fid"]:
+    if line["stopped"] is not None:
+        return 0.0
+    if line["fid"][0][1] <= target:
+        return steps / line["fid"][0][0]
+    for (start, high), (step, fid) in itertools.pairwise(line["fid"]):
         if fid <= target:
-            if previous is None or math.isinf(target):
-                return steps / step
-            start, high = previous
             share = math.log(high / target) / math.log(high / fid)
             return steps / (start + share * (step - start))
-        previous = (step, fid)
     return 0.0
 
 
@@ -148,7 +147,7 @@ def feature_table(results: Results, simplify: Simplify) -> str:
     """Show size and oscillation of the features of the outermost, the middle and the innermost decoder block."""
     rows = []
     for training in map(simplify, feature_runs()):
-        if lines := lines_of_seeds(results, training):
+        if lines := _completed(lines_of_seeds(results, training)):
             cells = []
             for place in ("first", "middle", "last"):
                 curves = [feature_curve(line, place) for line in lines]
@@ -179,7 +178,7 @@ def gate_table(results: Results, simplify: Simplify) -> str:
     """Show the gates of trained LS models, and the best kappa."""
     rows = []
     for training in map(simplify, gate_runs()):
-        for line in lines_of_seeds(results, training):
+        for line in _completed(lines_of_seeds(results, training)):
             means = [gate[0] for gate in line["gates"]]
             fit = fit_kappa(means)
             rows.append([
@@ -197,8 +196,8 @@ def feature_panels(results: Results, simplify: Simplify) -> list[Panel]:
     """Draw the size of the middle decoder block's output over the steps, for seed 0."""
     panels: dict[str, dict[str, Curve]] = {}
     for training in map(simplify, feature_runs()):
-        curves = panels.setdefault(described(training), {})
-        curves[training.method] = feature_curve(results.lines[training], "middle")
+        for line in _completed([results.lines[training]]):
+            panels.setdefault(described(training), {})[training.method] = feature_curve(line, "middle")
     return [Panel(f"features of the middle decoder block: {name}", curves) for name, curves in panels.items()]
 
 
@@ -208,11 +207,11 @@ def fid_panels(planned: Callable[[], list[Training]]) -> Callable[[Results, Simp
     def panels(results: Results, simplify: Simplify) -> list[Panel]:
         found: dict[str, dict[str, Curve]] = {}
         for training in map(simplify, planned()):
-            parts = [line["fid"] for line in lines_of_seeds(results, training) if len(line["fid"]) == PARTS]
+            parts = [line["fid"] for line in _completed(lines_of_seeds(results, training))]
             if parts:
                 medians = [(points[0][0], statistics.median(fid for _, fid in points)) for points in zip(*parts)]
                 found.setdefault(described(training), {})[training.method] = medians
-        return [Panel(f"FID: {name}", curves, first=curves[PLAIN][0][0]) for name, curves in found.items()]
+        return [Panel(f"FID: {name}", curves) for name, curves in found.items()]
 
     return panels
 
@@ -221,11 +220,12 @@ def gate_panels(results: Results, simplify: Simplify) -> list[Panel]:
     """Draw the gates of seed 0 over the skips, with the fit."""
     panels = []
     for training in map(simplify, gate_runs()):
-        gates = results.lines[training]["gates"]
-        kappa = fit_kappa([gate[0] for gate in gates])["kappa"]
-        curves = {
-            "gates": [(i, gate[0]) for i, gate in enumerate(gates, start=1)],
-            "fit": [(i, kappa ** (i - 1)) for i in range(1, len(gates) + 1)],
-        }
-        panels.append(Panel(f"k_i: {described(training)}", curves, axis="i", first=1))
+        for line in _completed([results.lines[training]]):
+            means = [gate[0] for gate in line["gates"]]
+            kappa = fit_kappa(means)["kappa"]
+            curves = {
+                "gates": list(enumerate(means, start=1)),
+                "fit": [(i, kappa ** (i - 1)) for i in range(1, len(means) + 1)],
+            }
+            panels.append(Panel(f"k_i: {described(training)}", curves, axis="i", first=1))
     return panels

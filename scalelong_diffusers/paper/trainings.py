@@ -147,7 +147,9 @@ class FigureScheduler(Scheduler[Training]):
     def measurements(self, log: list[dict[str, Any]]) -> dict[str, Any]:
         fids = [[line["step"], round(line["fid"], 3)] for line in log if "fid" in line]
         features = [
-            [line["step"], *(float(f"{size:.4g}") for size in line["features"])] for line in log if "features" in line
+            [line["step"], *(float(f"{size:.4g}") for size in line["features"])]
+            for line in log
+            if "features" in line and None not in line["features"]  # of a run that diverges
         ]
         return {**super().measurements(log), "fid": fids, "accuracy": self.accuracy, "features": features}
 

@@ -80,9 +80,17 @@ def test_speed_up_to_the_plain_fid(fids, expected):
     assert tables.speed_up(lines[1], lines[1]) == 1
 
 
-def test_stopped_run_has_no_loss():
-    line = line_of(Training(CS), stopped="the loss is not finite")
-    assert tables.final_loss(line) == tables.final_fid(line) == math.inf
+def test_diverged_runs_are_counted_and_reach_nothing(tmp_path):
+    results = ResultFile(tmp_path / "trainings.jsonl", Training)
+    for seed in (0, 1):
+        results.add(Training(PLAIN, seed=seed), line_of(Training(PLAIN)))
+        reason = None if seed else "the loss is not finite"
+        stopped = {"stopped": reason, "fid": [], "evaluations": [[100, None, None]], "features": []}
+        results.add(Training(CS, seed=seed), line_of(Training(CS), **({} if seed else stopped)))
+    rows = [row.split(" | ") for row in tables_of("table4", tmp_path, quick=False).splitlines()[2:]]
+    assert [row[1:4] for row in rows] == [[PLAIN, "2", "0"], [CS, "2", "1"]]
+    assert rows[1][5:] == ["50.0", "0.50 (0.00 to 1.00) |"]
+    assert tables_of("fig1", tmp_path, quick=False) == "(no finished runs)"
 
 
 def test_oscillation_is_relative():
