@@ -93,10 +93,14 @@ class Training:
         return {**_UVIT, "num_layers": self.layers, "patch_size": self.patch_size, **scale}
 
     @property
+    def is_quick(self) -> bool:
+        return self.steps == _QUICK_STEPS
+
+    @property
     def flags(self) -> dict[str, Any]:
         """The flags of the training script, except for the dataset and the feature network."""
         method = {name: value for name, value in METHODS[self.method].items() if name != "block_scale"}
-        is_quick = self.steps == _QUICK_STEPS
+        is_quick = self.is_quick
         part = self.steps // (_QUICK_VALIDATIONS if is_quick else _VALIDATIONS)
         return {
             **_OPTIMIZER,
@@ -169,6 +173,6 @@ def run_all(results: ResultFile[Training], runs: Sequence[Training], workspace: 
     """Execute the trainings that have no results yet."""
     missing = [run for run in runs if run not in results]
     if missing:
-        is_quick = all(run.steps == _QUICK_STEPS for run in missing)
+        is_quick = all(run.is_quick for run in missing)
         scheduler = FigureScheduler(workspace, results, _QUICK_EPOCHS if is_quick else EPOCHS)
         scheduler.run_all(lambda: missing)
