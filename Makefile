@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 
 MINUTES ?= 10
 
-.PHONY: install test check attack lint format demo
+.PHONY: install test check attack lint format demo paper
 
 install: .venv/installed
 
@@ -30,6 +30,11 @@ attack: install
 # nine minutes on two cores, or one minute with QUICK=1.
 demo: install
 	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
+
+# Rerun all figures, tables and theorems of the paper, which takes days, or at most five minutes for each with QUICK=1.
+# Finished runs are lines in docs/paper and are not repeated.
+paper: install
+	$(BIN)/scalelong paper all $(if $(QUICK),--quick,--output_dir docs/paper)
 
 lint: install
 	$(BIN)/ruff check .

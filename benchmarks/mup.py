@@ -39,6 +39,7 @@ import torch
 from torch import nn
 
 from scalelong_diffusers import UViTModel
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, chart
 from scalelong_diffusers.experiments.fashion_mnist import SIZE, data_source
 from scalelong_diffusers.experiments.results import ResultFile
@@ -100,6 +101,8 @@ def main():
             run_rates(rates, arguments)
     except KeyboardInterrupt:
         sys.exit("interrupted; run the same command again to resume")
+    except UserError as error:
+        parser.error(str(error))
     print(report(checks, rates))
     draw_figure(rates)
 

@@ -24,6 +24,7 @@ LAYERS = [
     {"evaluation"},
     {"training"},
     {"experiments"},
+    {"paper"},
     {"train", "cli"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -2,6 +2,8 @@
 
 import html
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 WIDTH, HEIGHT = 640, 320
@@ -67,6 +69,68 @@ def chart(
             position = f'x="{WIDTH - right + 6}" y="{height + 4:.1f}"'
             parts.append(f'<text class="{style}" {position}>{html.escape(labels[style])}</text>')
     return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """
+    A chart of a figure.
+
+    Args:
+        name: name of the values.
+        curves: curves by label.
+        axis: name of the horizontal axis, which starts at `first`.
+        thin: more curves by label, drawn behind the others.
+    """
+
+    name: str
+    curves: dict[str, Curve]
+    axis: str = "training step"
+    first: int = 0
+    thin: dict[str, list[Curve]] = field(default_factory=dict)
+
+
+# Text, lines and curves on light and dark pages. Dashes tell curves apart without color.
+_LIGHT = ("#59636e", "#d1d9e0", ("#9a3412", "#1d4ed8", "#15803d", "#7e22ce", "#be185d", "#59636e"))
+_DARK = ("#9198a1", "#3d444d", ("#fdba74", "#93c5fd", "#86efac", "#d8b4fe", "#f9a8d4", "#9198a1"))
+_DASHES = ("none", "7 4", "2 3", "10 3 2 3", "4 2", "1 2")
+_COLUMNS, _LABEL_WIDTH = 2, 150
+
+
+def figure(panels: Sequence[Panel], title: str, dark: bool) -> str:
+    """Return an SVG file with charts in two columns. A label has the same style in all of them."""
+    text, line, colors = _DARK if dark else _LIGHT
+    styles = {label: f"c{k}" for k, label in enumerate(dict.fromkeys(name for p in panels for name in p.curves))}
+    strokes = "".join(
+        f".curve.{style} {{ stroke: {color}; stroke-dasharray: {dashes}; }} text.{style} {{ fill: {color}; }} "
+        for style, color, dashes in zip(styles.values(), colors, _DASHES, strict=False)
+    )
+    style = (
+        f"text {{ fill: {text}; font: 13px system-ui, sans-serif; }} .axis {{ stroke: {line}; }} "
+        f".curve {{ fill: none; stroke-width: 2; }} {strokes}"
+        ".curve.thin { stroke-width: 1; stroke-dasharray: none; opacity: 0.35; }"
+    )
+    columns = min(_COLUMNS, len(panels))
+    drawings = "".join(
+        f'<svg x="{k % columns * WIDTH}" y="{k // columns * HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
+        f"{_drawing(panel, styles)}</svg>"
+        for k, panel in enumerate(panels)
+    )
+    size = f"0 0 {columns * WIDTH} {math.ceil(len(panels) / columns) * HEIGHT}"
+    title = html.escape(title)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{title}">'
+        f"<title>{title}</title><style>{style}</style>{drawings}</svg>\n"
+    )
+
+
+def _drawing(panel: Panel, styles: dict[str, str]) -> str:
+    return chart(
+        {styles[label]: curve for label, curve in panel.curves.items()},
+        panel.name, first=panel.first, right=_LABEL_WIDTH, axis=panel.axis,
+        labels={styles[label]: label for label in panel.curves},
+        thin={styles[label]: curves for label, curves in panel.thin.items()},
+    )  # fmt: skip
 
 
 _DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))

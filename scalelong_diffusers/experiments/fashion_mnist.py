@@ -7,7 +7,6 @@ says how well it knows these images.
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.data.stream import Stream
 from scalelong_diffusers.data.training_data import load_training_data
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write
 
 
@@ -32,7 +32,7 @@ def data_source(data: str, folder: Path) -> dict[str, str]:
     """Return the data option of the training script. Debian's idx files are converted to parquet first."""
     if not Path(data).is_dir():
         if Path(data).is_absolute():
-            sys.exit(
+            raise UserError(
                 f"folder {data} does not exist: run apt-get install dataset-fashion-mnist, or pass a folder with "
                 "Fashion-MNIST or its Hub id as --data"
             )
@@ -60,7 +60,7 @@ def _convert(data: Path, stem: str, file: Path):
     atomic_write(file, datasets.Dataset.from_dict(columns, features=features).to_parquet, durable=False)
 
 
-def feature_network(folder: Path, source: dict[str, str]) -> float:
+def feature_network(folder: Path, source: dict[str, str], epochs: int = EPOCHS) -> float:
     """Train the network and save it with its image processor, unless the folder has it. Return its test accuracy."""
     record = folder / "accuracy.json"
     if not record.exists():
@@ -68,7 +68,7 @@ def feature_network(folder: Path, source: dict[str, str]) -> float:
         torch.set_num_threads(1)  # like the runs, which may train at the same time
         data = DataConfig(**source, resolution=SIZE, validation_size=NUM_TEST_IMAGES)
         loaded = load_training_data(data, channels=1, needs_labels=True, needs_captions=False, seed=0)
-        model = _train(loaded.train, loaded.num_classes)
+        model = _train(loaded.train, loaded.num_classes, epochs)
         model.save_pretrained(folder)
         processor = ViTImageProcessorPil(
             size={"height": SIZE, "width": SIZE}, image_mean=[_MEAN] * 3, image_std=[_STD] * 3
@@ -79,11 +79,11 @@ def feature_network(folder: Path, source: dict[str, str]) -> float:
     return json.loads(record.read_text())
 
 
-def _train(images: Stream, num_classes: int) -> ResNetForImageClassification:
+def _train(images: Stream, num_classes: int, epochs: int) -> ResNetForImageClassification:
     torch.manual_seed(0)
     widths = {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 1, 1]}
     model = ResNetForImageClassification(ResNetConfig(**widths, layer_type="basic", num_labels=num_classes))
-    steps = EPOCHS * images.num_samples // BATCH_SIZE
+    steps = epochs * images.num_samples // BATCH_SIZE
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps)
     for batch in images.batches(BATCH_SIZE, num_steps=steps):

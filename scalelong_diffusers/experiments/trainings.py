@@ -52,6 +52,10 @@ class Scheduler(Generic[Run]):
             "images_per_second": statistics.median(line["images_per_second"] for line in log) if log else None,
         }
 
+    def inspect(self, run: Run, output: Path) -> dict[str, Any]:
+        """Return what the result of a completed run also holds, from its output folder before it is deleted."""
+        return {}
+
     def outcome(self, run: Run) -> str:
         """Describe the result of a run in a few words."""
         raise NotImplementedError
@@ -123,7 +127,8 @@ class Scheduler(Generic[Run]):
         steps = [line["step"] for line in log]
         if steps != sorted(set(steps)):
             sys.exit(f"{self._output(run)} was written by two processes: delete it and run the benchmark again")
-        self.results.add(run, {"stopped": stopped, **self.measurements(log)})
+        found = self.inspect(run, self._output(run)) if stopped is None else {}
+        self.results.add(run, {"stopped": stopped, **self.measurements(log), **found})
         self._delete(run)
 
     def _delete(self, run: Run):
