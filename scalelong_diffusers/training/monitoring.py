@@ -31,7 +31,7 @@ from scalelong_diffusers.evaluation.images import (
 )
 from scalelong_diffusers.evaluation.metrics import FeatureStatistics, check_features_kept, parse_metrics
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.files import atomic_write
+from scalelong_diffusers.files import atomic_write, without_infinities
 from scalelong_diffusers.pipelines.base import NonFiniteImages
 from scalelong_diffusers.pipelines.sampling import grid, save_image
 from scalelong_diffusers.processes import WorkSkipped
@@ -214,7 +214,7 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]):
         # JSON has no infinities: they are written as null.
-        text = json.dumps(_without_infinities(line), allow_nan=False)
+        text = json.dumps(without_infinities(line), allow_nan=False)
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -234,11 +234,3 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
-
-
-def _without_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_infinities(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_infinities(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,6 +27,7 @@ from scalelong_diffusers.files import remove_leftovers, write_json
 from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
+from scalelong_diffusers.noise import NoiseProcess
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
@@ -45,7 +46,6 @@ from scalelong_diffusers.training.monitoring import (
     save_sample_grid,
     validation_losses,
 )
-from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
     SETTINGS_FILE,

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own."""
+"""Trainings in separate processes."""
 
 import signal
 import subprocess
