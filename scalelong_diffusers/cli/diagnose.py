@@ -27,8 +27,8 @@ DATA_OPTIONS = (
     *("label_column", "caption_column", "resolution", "crop_size", "image_interpolation_mode", "on_bad_image"),
     "num_shapes",
 )
-# Models with more weights run fewer images by default.
-_LARGE, _FEW_IMAGES, _MANY_IMAGES = 400_000_000, 8, 64
+# Models with more weights run fewer images by default, one at a time.
+_LARGE, _FEW_IMAGES, _MANY_IMAGES, _BATCH_SIZE = 400_000_000, 8, 64, 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class DiagnoseConfig:
         None, f"number of images (default: {_MANY_IMAGES}, or {_FEW_IMAGES} for models with more than 400 million "
         "weights)", at_least=2, at_most=100_000, metavar="N",
     )  # fmt: skip
-    batch_size: int = option(8, "images per batch", at_least=1, at_most=100_000, metavar="N")
+    batch_size: int | None = option(
+        None, "images per batch, which changes memory and time but no figure (default: 8, or 1 for large models)",
+        at_least=1, at_most=100_000, metavar="N",
+    )  # fmt: skip
     seed: int = option(
         0, "seed of the noise, and of the weights of an untrained model", at_least=0, at_most=2**63 - 1, metavar="N"
     )
@@ -89,8 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
         apply_skip_scaling(subject.model, scaling or "none")  # a stock model becomes its scaled class
     subject.to(device)
     inputs = Inputs(subject, config.model, given, config.seed)
-    count = config.num_images or (_FEW_IMAGES if subject.model.num_parameters() > _LARGE else _MANY_IMAGES)
-    diagnosis = diagnose(subject.model, list(inputs.batches(count, config.batch_size, device)), subject.noising)
+    is_large = subject.model.num_parameters() > _LARGE
+    count = config.num_images or (_FEW_IMAGES if is_large else _MANY_IMAGES)
+    batches = list(inputs.batches(count, config.batch_size or (1 if is_large else _BATCH_SIZE), device))
+    diagnosis = diagnose(subject.model, batches, subject.noising)
     if config.output_dir is not None:
         write_results(Path(config.output_dir), diagnosis, config.model, inputs.description)
     if arguments.json:

@@ -155,15 +155,16 @@ def skip_figures(model: ModelMixin, table: SkipTable) -> list[SkipFigures]:
     """Return the figures of each skip."""
     figures = []
     for k, skip in enumerate(skip_layout(model).find(model)):
-        means = {name: _known(table[name][k].mean()) for name in QUANTITIES}
+        means = {name: table[name][k].mean().item() for name in QUANTITIES}
+        means |= {name: None for name in _OPTIONAL if math.isnan(means[name])}
         std = None if means["factor"] is None else max(0.0, means["factor_square"] - means["factor"] ** 2) ** 0.5
         gradients = {name: Spread.of(table[name][k]) for name in ("hidden_gradient", "skip_gradient")}
         figures.append(SkipFigures(skip.index, skip.where, skip.width, factor_std=std, **{**means, **gradients}))
     return figures
 
 
-def _known(value: torch.Tensor) -> float | None:
-    return None if value.isnan() else value.item()
+# Quantities that not every layout and method has.
+_OPTIONAL = ("skip_share", "factor", "factor_square")
 
 
 @torch.no_grad()

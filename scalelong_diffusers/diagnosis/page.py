@@ -23,11 +23,11 @@ body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--paper)
 h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p, figcaption { color: var(--soft); margin: .25rem 0 .75rem; } figure { margin: 0; }
 .lead { font-size: 1.25rem; color: var(--text); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 1.5rem; }
+.pair { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1.5rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; }
-td { white-space: nowrap; } td.text { white-space: normal; } thead th { color: var(--soft); }
+td { white-space: nowrap; } td.text { white-space: normal; min-width: 18rem; } thead th { color: var(--soft); }
 td.number { text-align: right; }
 svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px; }
 .axis { stroke: var(--line); } .curve { fill: none; stroke-width: 2.5; }
@@ -37,6 +37,9 @@ svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px
 @media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; } }
 """
 _RULES_NOTE = "<p>The verdict follows from these rules. docs/diagnose.md says how far to trust them.</p>"
+
+
+_NOISE_NOTE = "<p>Root mean square of the output's change when noise N(0, s^2) is added to the input (Theorem 3.4 bounds it).</p>"
 
 
 def build_page(diagnosis: Diagnosis, source: str, data: str) -> str:
@@ -137,9 +140,8 @@ def _data_charts(diagnosis: Diagnosis) -> str:
 def _sensitivity(diagnosis: Diagnosis) -> str:
     percent = [round(100 * level) for level in NOISE_LEVELS]
     curves = {name: list(zip(percent, changes)) for name, changes in diagnosis.sensitivity.items()}
-    drawn = _chart("Change of the output", curves, "added noise, % of the noise's standard deviation")
-    note = "<p>Root mean square of the output's change when noise is added to the input (Theorem 3.4 bounds it).</p>"
-    return f'{note}{_key(*curves)}<div class="pair">{drawn}</div>'
+    drawn = _chart("Change of the output", curves, "s, % of the standard deviation of eps", first=0)
+    return f'{_NOISE_NOTE}{_key(*curves)}<div class="pair">{drawn}</div>'
 
 
 def _headroom(diagnosis: Diagnosis) -> str:
@@ -172,10 +174,14 @@ def _key(first: str, second: str) -> str:
     return f'<p><span class="key"></span> {first} &nbsp; <span class="key solid"></span> {second}</p>'
 
 
-def _chart(name: str, curves: dict[str, Curve], axis: str) -> str:
-    """Return a figure of at most two curves. Values that are not finite or not positive are left out."""
+def _chart(name: str, curves: dict[str, Curve], axis: str, first: int | None = None) -> str:
+    """
+    Return a figure of at most two curves. Values that are not finite or not positive are left out.
+
+    `first` is the first value of the axis, by default of the curves.
+    """
     drawn = {
-        style: (label, [(x, y) for x, y in curve if y > 0 and math.isfinite(y)])
+        style: (label, [(x, y) for x, y in curve if math.isfinite(y) and y > 0])
         for style, (label, curve) in zip("ab", curves.items())
     }
     drawn = {style: (label, curve) for style, (label, curve) in drawn.items() if len({x for x, _ in curve}) > 1}
@@ -184,7 +190,7 @@ def _chart(name: str, curves: dict[str, Curve], axis: str) -> str:
         return f"<figure><figcaption>{title}: too few finite values for a chart.</figcaption></figure>"
     ends = "; ".join(f"{label}: {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for label, curve in drawn.values())
     text = html.escape(f"{name} by {axis}. {ends}.")
-    first = min(curve[0][0] for _, curve in drawn.values())
+    first = min(curve[0][0] for _, curve in drawn.values()) if first is None else first
     content = chart({style: curve for style, (_, curve) in drawn.items()}, name, first=first, right=24, axis=axis)
     return (
         f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text}">{content}</svg>'

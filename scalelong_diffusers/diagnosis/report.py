@@ -145,7 +145,7 @@ def diagnose(
         skips = skip_figures(model, measured)
         data, schedule = data_figures(batches, noising, measured, skips)
         sensitivity = {}
-        for name, config in _compared(model.skip_scaler.config).items():
+        for name, config in _compared(model.skip_scaler.config, len(skips)).items():
             with with_skip_scaling(model, config):
                 sensitivity[name] = noise_sensitivity(model, few, noising, bar.update)
         depths = largest_by_depth(model, few.first(_SAMPLES_BY_DEPTH), noising, bar.update)
@@ -170,10 +170,11 @@ def diagnose(
 _SAMPLES_BY_DEPTH = 2
 
 
-def _compared(config: SkipScalingConfig) -> dict[str, SkipScalingConfig | None]:
+def _compared(config: SkipScalingConfig, num_skips: int) -> dict[str, SkipScalingConfig | None]:
     """Return the scalings whose sensitivity is compared: plain, and the model's own or the default."""
     if config.method == "none":
-        return {PLAIN: None, "cs, kappa 0.9": SkipScalingConfig("cs")}
+        other = SkipScalingConfig("cs" if num_skips > 1 else "constant")  # CS does not change the outermost skip
+        return {PLAIN: None, f"{other.method}, kappa {other.kappa}": other}
     return {PLAIN: SkipScalingConfig("none"), config.method: None}
 
 

@@ -104,7 +104,7 @@ RULES = (
         "help",
         fading,
         lambda diagnosis, value: (
-            f"The gradient of the main path fades {value:,.3g}-fold on the way through the decoder"
+            f"The gradient of the main path fades {rounded(value)}-fold on the way through the decoder"
         ),
     ),
     Rule(
@@ -161,6 +161,11 @@ def verdict(findings: Sequence[Finding]) -> list[str]:
     if broken.applies:
         return [broken.text]
     return [finding.text for finding in others if finding.applies] or [NOTHING_FOUND]
+
+
+def rounded(value: float) -> str:
+    """Return a number with two significant digits, and no exponent if it is large."""
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from scalelong_diffusers.diagnosis.figures import Headroom, Spread
 from scalelong_diffusers.diagnosis.report import diagnose
-from scalelong_diffusers.diagnosis.rules import NOTHING_FOUND, RULES, judge, number_ranges, verdict
+from scalelong_diffusers.diagnosis.rules import NOTHING_FOUND, RULES, judge, number_ranges, rounded, verdict
 
 
 @pytest.fixture
@@ -66,3 +66,7 @@ def test_peaks_noise_and_headroom(calm):
 )
 def test_ranges_of_skips(numbers, words):
     assert number_ranges(numbers) == words
+
+
+def test_large_numbers_have_no_exponent():
+    assert [rounded(value) for value in (8.28e6, 217.3, 12.4, 3.14159)] == ["8,300,000", "220", "12", "3.1"]
