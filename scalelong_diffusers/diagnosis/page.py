@@ -39,7 +39,10 @@ svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px
 _RULES_NOTE = "<p>The verdict follows from these rules. docs/diagnose.md says how far to trust them.</p>"
 
 
-_NOISE_NOTE = "<p>Root mean square of the output's change when noise N(0, s^2) is added to the input (Theorem 3.4 bounds it).</p>"
+_NOISE_NOTE = (
+    "<p>Root mean square of the change of the output when noise N(0, s^2) is added to the input, which Theorem 3.4 "
+    "bounds.</p>"
+)
 
 
 def build_page(diagnosis: Diagnosis, source: str, data: str) -> str:

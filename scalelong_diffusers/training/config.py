@@ -195,6 +195,10 @@ class MonitoringConfig:
         None, "reference images or statistics, as for scalelong evaluate (default: the training images)",
         metavar="DATA",
     )  # fmt: skip
+    diagnose_steps: int = option(
+        0, "log features and gradients of the long skips every N steps (0: never); see docs/diagnose.md",
+        at_least=0, at_most=10**9, on_resume="free",
+    )  # fmt: skip
     report_to: str = option(
         "none", "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed", on_resume="free"
     )
@@ -264,6 +268,8 @@ class RunConfig:
         if self.skip_scaling is not None:
             object.__setattr__(self, "skip_scaling", SkipScalingConfig.parse(self.skip_scaling))
         check_options(self)
+        if self.monitoring.diagnose_steps and self.optimization.compile:
+            raise UserError("--diagnose_steps needs hooks, which a compiled model ignores: leave out --compile")
 
     @property
     def start(self) -> Mapping[str, Any]:
