@@ -37,7 +37,7 @@ def test_logs_the_steps_and_changes_no_weight(train, finished, metrics_of, weigh
 
 
 def test_accumulated_batches_have_the_same_gradients(train, metrics_of, tmp_path):
-    """The first half of a batch is measured, and its gradients are those of single images."""
+    """The first half of a batch is measured, and the gradients of its images are not halved."""
     rows = []
     for accumulation in (1, 2):
         folder = train(
@@ -49,7 +49,7 @@ def test_accumulated_batches_have_the_same_gradients(train, metrics_of, tmp_path
         assert rows[1][name] == pytest.approx(rows[0][name], rel=0.5)
 
 
-def test_gradients_are_those_of_single_images(train, metrics_of, tmp_path, tiny_config, monkeypatch):
+def test_gradients_belong_to_single_images(train, metrics_of, tmp_path, tiny_config, monkeypatch):
     """A batch has the mean of the gradient norms that its images have alone."""
     norms, table_of = [], SkipStatistics.table
 
