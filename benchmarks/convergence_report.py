@@ -26,7 +26,7 @@ from convergence_runs import (
     tuning_runs,
 )
 
-from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, Curve, chart
+from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
 
 
 _TUNED_PAIRS = [(workload, method) for workload in TUNED for method in METHODS_ON[workload]]

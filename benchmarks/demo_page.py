@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
 from scalelong_diffusers.data import COLORS, SHAPES
-from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, Curve, chart
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from scalelong_diffusers import UViTModel
-from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, Curve, chart
+from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
 
 
 FIGURES = Path(__file__).parents[1] / "docs" / "images"

@@ -39,8 +39,8 @@ import torch
 from torch import nn
 
 from scalelong_diffusers import UViTModel
+from scalelong_diffusers.charts import HEIGHT, WIDTH, chart
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.experiments.charts import HEIGHT, WIDTH, chart
 from scalelong_diffusers.experiments.fashion_mnist import SIZE, data_source
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.trainings import Scheduler, exit_on_signals

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import reprlib
 import secrets
@@ -75,6 +76,15 @@ def read_json_file(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold a JSON object, got {reprlib.repr(content)}")
     return content
+
+
+def without_infinities(value: Any) -> Any:
+    """Replace infinities and NaN, which JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {name: without_infinities(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [without_infinities(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync(path: Path):

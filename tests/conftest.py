@@ -3,6 +3,7 @@
 import importlib
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -842,3 +843,37 @@ def lock_holder():
             process.stdout.close()
 
     return hold
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Start the system's chromium."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Return a function that opens a page and records its requests and errors."""
+    contexts = []
+
+    def run(file, width=1200, **options):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
+        page = contexts[-1].new_page()
+        page.requested, page.errors = [], []
+        page.on("request", lambda request: page.requested.append(request.url))
+        page.on("console", lambda message: page.errors.append(message.text))
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.goto(file.as_uri())
+        return page
+
+    yield run
+    for context in contexts:
+        context.close()

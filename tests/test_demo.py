@@ -5,17 +5,17 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from web_pages import CONTRASTS
 
 from scalelong_diffusers.data import COLORS
 from scalelong_diffusers.data.shapes import Drawing
@@ -25,7 +25,6 @@ from scalelong_diffusers.pipelines.sampling import grid
 STEPS = 24
 RUNS = ("plain", "residual")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-CHROMIUM = shutil.which("chromium")
 # Few images to train on, one sample per class, and two sampling steps.
 SMALL_DEMO = f"""
 import sys
@@ -72,34 +71,10 @@ def demo(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs chromium: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def opened(browser, demo):
-    """Return a function that opens the page and records its requests and errors."""
-    contexts = []
-
-    def run(width=1200, **options):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
-        page = contexts[-1].new_page()
-        page.requested, page.errors = [], []
-        page.on("request", lambda request: page.requested.append(request.url))
-        page.on("console", lambda message: page.errors.append(message.text))
-        page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.goto((demo / "index.html").as_uri())
-        return page
-
-    yield run
-    for context in contexts:
-        context.close()
+def opened(open_page, demo):
+    """Return a function that opens the page."""
+    return partial(open_page, demo / "index.html")
 
 
 def test_flags_set_steps_and_folder(monkeypatch, capsys):
@@ -333,21 +308,6 @@ def test_page_fits_a_phone(opened):
     assert min(heights) >= 10
     left = page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.getBoundingClientRect().left)")
     assert min(left) >= 0
-
-
-CONTRASTS = """
-() => {
-  const channel = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-  const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const numbers = color => color.match(/[0-9.]+/g).slice(0, 3).map(Number);
-  const paper = luminance(numbers(getComputedStyle(document.body).backgroundColor));
-  return [...document.querySelectorAll('h1, h2, h3, p, figcaption, caption, th, td, code, svg text')].map(element => {
-    const style = getComputedStyle(element);
-    const ink = luminance(numbers(element instanceof SVGElement ? style.fill : style.color));
-    return (Math.max(paper, ink) + 0.05) / (Math.min(paper, ink) + 0.05);
-  });
-}
-"""
 
 
 @pytest.mark.slow

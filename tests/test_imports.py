@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {
         *("options", "errors", "files", "locks", "randomness", "processes", "internals", "download", "image_files"),
-        *("terminal", "memory"),
+        *("terminal", "memory", "noise", "charts"),
     },
     {"scaling"},
     {"models"},
@@ -22,6 +22,7 @@ LAYERS = [
     {"hub"},
     {"data"},
     {"evaluation"},
+    {"diagnosis"},
     {"training"},
     {"experiments"},
     {"paper"},

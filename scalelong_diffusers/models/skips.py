@@ -36,12 +36,28 @@ class SkipLayer(NamedTuple):
     parameters: list[nn.Parameter]
 
 
+class SkipObserver:
+    """Base class of objects that see each hidden state and skip where they meet. See [`SkipLayout.observe`]."""
+
+    def skip(self, index: int, skip: torch.Tensor) -> torch.Tensor:
+        """Return the skip, before it is scaled, or a view of it."""
+        return skip
+
+    def hidden(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state, before it is scaled, or a view of it. More channels, of the skip, may follow."""
+        return hidden
+
+    def meeting(self, index: int, hidden: torch.Tensor, skip: torch.Tensor):
+        """Receive both as the consuming layer reads them."""
+
+
 class SkipLayout:
     """
     Base class of the layouts, which know where a model keeps its long skips.
 
     A subclass implements `find`. It also implements `add_hooks`, unless the model's own forward calls its
-    `skip_scaler`, and `skip_layer` if models of this layout can use `apply_skip_init`.
+    `skip_scaler`, `skip_layer` if models of this layout can use `apply_skip_init`, and `observe` if they can be
+    diagnosed.
     """
 
     def find(self, model: nn.Module) -> list[LongSkip]:
@@ -66,6 +82,10 @@ class SkipLayout:
             f"factors cannot move into the weights of this {type(model).__name__}: what reads its long skips is not "
             "linear, for example a norm"
         )
+
+    def observe(self, model: nn.Module, observer: SkipObserver, skips: list[LongSkip]) -> list[RemovableHandle]:
+        """Register the hooks that call an observer in each forward pass, and return their handles."""
+        raise UserError(f"the layout of {type(model).__name__} does not define observe, which a diagnosis needs")
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
@@ -129,6 +149,19 @@ class UpBlockSkips(SkipLayout):
             return None
         hidden, skipped = shortcut.weight[:, :, 0, 0].tensor_split([skip.hidden_width], dim=1)
         return SkipLayer(hidden, skipped, shortcut.bias, list(shortcut.parameters()))
+
+    def observe(self, model: nn.Module, observer: SkipObserver, skips: list[LongSkip]) -> list[RemovableHandle]:
+        handles = []
+        for name in dict.fromkeys(skip.block for skip in skips):
+            indices = tuple(skip.index for skip in skips if skip.block == name)
+            hook = SkipTupleObserver(observer, indices, self.argument)
+            # First, so that it sees the skips that are not scaled yet.
+            handles.append(model.get_submodule(name).register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        for skip in skips:
+            layer, hook = model.get_submodule(skip.where), ConcatenationObserver(observer, skip)
+            handles.append(layer.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(hook.after, with_kwargs=True))
+        return handles
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         # Imported late, because a third of a second is long for those who do not call this.
@@ -221,6 +254,19 @@ class BlockSkips(SkipLayout):
             return super().linear_weights(model, skip)
         return [layer.weight.tensor_split([skip.hidden_width], dim=1) for layer in layers]
 
+    def observe(self, model: nn.Module, observer: SkipObserver, skips: list[LongSkip]) -> list[RemovableHandle]:
+        handles = []
+        for skip in skips:
+            layer = model.get_submodule(skip.where)
+            hook = (
+                ConcatenationObserver(observer, skip, sees_skip=True)
+                if self.argument is None
+                else SkipTensorObserver(observer, skip, self)
+            )
+            handles.append(layer.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(hook.after, with_kwargs=True))
+        return handles
+
 
 class OutBlockSkips(SkipLayout):
     """The layout of a U-ViT: each decoder block takes one skip, and the model's forward calls its `skip_scaler`."""
@@ -242,6 +288,11 @@ class OutBlockSkips(SkipLayout):
     def linear_weights(self, model: nn.Module, skip: LongSkip) -> list[tuple[torch.Tensor, torch.Tensor]]:
         block = model.get_submodule(skip.block)
         return [(block.hidden_proj.weight, block.skip_proj.weight)]
+
+    def observe(self, model: nn.Module, observer: SkipObserver, skips: list[LongSkip]) -> list[RemovableHandle]:
+        hook = ScalerObserver(observer)
+        scaler = model.skip_scaler
+        return [scaler.register_forward_pre_hook(hook.before), scaler.register_forward_hook(hook.after)]
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         if model.config.block_scale == "rezero":
@@ -317,6 +368,82 @@ class SkipTensorHook:
             return _replaced(args, kwargs, {self.argument: self.scaler.scale(skip, self.index)})
         hidden, skip = self.scaler.combine(_argument(args, kwargs, self.hidden), skip, self.index)
         return _replaced(args, kwargs, {self.hidden: hidden, self.argument: skip})
+
+
+class SkipTupleObserver:
+    """Forward pre-hook of an up-block that shows an observer the skips the block will consume."""
+
+    def __init__(self, observer: SkipObserver, indices: tuple[int, ...], argument: str | int):
+        self.observer = observer
+        self.indices = indices
+        self.argument = argument
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        skips = _argument(args, kwargs, self.argument)
+        unused = len(skips) - len(self.indices)
+        seen = tuple(self.observer.skip(i, skip) for i, skip in zip(self.indices, skips[unused:]))
+        return _replaced(args, kwargs, {self.argument: (*skips[:unused], *seen)})
+
+
+class ConcatenationObserver:
+    """
+    Forward pre-hooks of the layer that reads the concatenation.
+
+    With `sees_skip`, they also show the skip that is not scaled yet, which nothing else receives.
+    """
+
+    def __init__(self, observer: SkipObserver, skip: LongSkip, sees_skip: bool = False):
+        self.observer = observer
+        self.skip = skip
+        self.sees_skip = sees_skip
+
+    def before(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        place, index, dim = 0 if args else next(iter(kwargs)), self.skip.index, self.skip.channel_dim
+        both = _argument(args, kwargs, place)
+        if self.sees_skip:
+            hidden, skip = both.tensor_split([self.skip.hidden_width], dim=dim)
+            both = torch.cat([self.observer.hidden(index, hidden), self.observer.skip(index, skip)], dim=dim)
+        else:
+            both = self.observer.hidden(index, both)
+        return _replaced(args, kwargs, {place: both})
+
+    def after(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        both = _argument(args, kwargs, 0 if args else next(iter(kwargs)))
+        hidden, skip = both.tensor_split([self.skip.hidden_width], dim=self.skip.channel_dim)
+        self.observer.meeting(self.skip.index, hidden, skip)
+
+
+class SkipTensorObserver:
+    """Forward pre-hooks of a block that receives one skip."""
+
+    def __init__(self, observer: SkipObserver, skip: LongSkip, layout: BlockSkips):
+        self.observer = observer
+        self.index = skip.index
+        self.places = layout.hidden, layout.argument
+
+    def before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        hidden, skip = (_argument(args, kwargs, place) for place in self.places)
+        seen = self.observer.hidden(self.index, hidden), self.observer.skip(self.index, skip)
+        return _replaced(args, kwargs, dict(zip(self.places, seen)))
+
+    def after(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self.observer.meeting(self.index, *(_argument(args, kwargs, place) for place in self.places))
+
+
+class ScalerObserver:
+    """Hooks of the `skip_scaler` that the forward of a U-ViT calls."""
+
+    def __init__(self, observer: SkipObserver):
+        self.observer = observer
+
+    def before(self, scaler: SkipScaler, args: tuple) -> tuple:
+        hidden, skip, index = args
+        return self.observer.hidden(index, hidden), self.observer.skip(index, skip), index
+
+    @torch.no_grad()
+    def after(self, scaler: SkipScaler, args: tuple, output: tuple):
+        hidden, skip, factor = output
+        self.observer.meeting(args[2], hidden, skip * factor)
 
 
 def _argument(args: tuple, kwargs: dict[str, Any], place: str | int) -> Any:

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from scalelong_diffusers.charts import Panel
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.experiments.charts import Panel
 from scalelong_diffusers.experiments.fashion_mnist import data_source
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.terminal import print_lines

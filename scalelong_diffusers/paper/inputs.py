@@ -8,9 +8,9 @@ import torch
 
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.data.training_data import load_training_data
+from scalelong_diffusers.noise import NoiseProcess
 from scalelong_diffusers.paper.experiment import Workspace
 from scalelong_diffusers.randomness import generator_for
-from scalelong_diffusers.training.noise import NoiseProcess
 
 
 UNIFORM, FASHION_MNIST, SHAPES = DATASETS = ("uniform", "Fashion-MNIST", "colored shapes")

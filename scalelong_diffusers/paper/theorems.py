@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from scalelong_diffusers.experiments.charts import Panel
+from scalelong_diffusers.charts import Panel
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.tables import markdown_table, with_range
 from scalelong_diffusers.paper.experiment import Simplify

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from scalelong_diffusers.noise import NoiseProcess
 from scalelong_diffusers.paper.network import Join, Norm, PaperNetworks, expected_energies
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.scaling.factors import skip_factors
-from scalelong_diffusers.training.noise import NoiseProcess
 
 
 RADII = (0.25, 0.5, 1.0)  # the r of Theorem 3.1

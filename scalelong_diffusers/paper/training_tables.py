@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from scalelong_diffusers.experiments.charts import Curve, Panel
+from scalelong_diffusers.charts import Curve, Panel
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.tables import markdown_table, over_seeds
 from scalelong_diffusers.paper.experiment import Simplify, lines_of_seeds

@@ -1,6 +1,7 @@
 """The building blocks of training scripts: typed configs, and `TrainingRun`, which does everything but the loss."""
 
 from scalelong_diffusers.data import Batch, DataConfig
+from scalelong_diffusers.noise import NoiseProcess
 from scalelong_diffusers.options import option
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.config import (
@@ -14,7 +15,6 @@ from scalelong_diffusers.training.config import (
     make_config,
     parse_config,
 )
-from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.run import TrainingRun
 from scalelong_diffusers.training.script import TrainingStopped, run_script
 

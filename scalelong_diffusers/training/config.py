@@ -13,6 +13,7 @@ from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.download import check_repo_id
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.skip_init import SKIP_INITS
+from scalelong_diffusers.noise import NoiseConfig
 from scalelong_diffusers.options import (
     ArgumentParser,
     add_options,
@@ -26,7 +27,6 @@ from scalelong_diffusers.options import (
 from scalelong_diffusers.pipelines.base import LATENT_SCALE
 from scalelong_diffusers.presets import PRESETS, Task, get_preset
 from scalelong_diffusers.scaling import SkipScalingConfig
-from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
 
 
 # piecewise_constant needs rules, for which there is no flag.
@@ -98,20 +98,6 @@ class ModelConfig:
                 )
             if self.latent_scale is not None:
                 raise UserError("--latent_scale needs --pretrained_vae_model_name_or_path")
-
-
-@dataclass(frozen=True)
-class NoiseConfig:
-    prediction_type: str = option("epsilon", "what the model predicts", choices=PREDICTION_TYPES)
-    ddpm_beta_schedule: str = option(
-        "linear", "noise schedule; squaredcos_cap_v2 is the cosine schedule", choices=BETA_SCHEDULES
-    )
-    continuous_time: bool = option(
-        False, "draw continuous timesteps, as for U-ViT's pixel models, instead of 1000 discrete ones"
-    )
-
-    def __post_init__(self):
-        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -211,6 +197,10 @@ class MonitoringConfig:
         None, "reference images or statistics, as for scalelong evaluate (default: the training images)",
         metavar="DATA",
     )  # fmt: skip
+    diagnose_steps: int = option(
+        0, "log features and gradients of the long skips every N steps (0: never); see docs/diagnose.md",
+        at_least=0, at_most=10**9, on_resume="free",
+    )  # fmt: skip
     report_to: str = option(
         "none", "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed", on_resume="free"
     )
@@ -280,6 +270,8 @@ class RunConfig:
         if self.skip_scaling is not None:
             object.__setattr__(self, "skip_scaling", SkipScalingConfig.parse(self.skip_scaling))
         check_options(self)
+        if self.monitoring.diagnose_steps and self.optimization.compile:
+            raise UserError("--diagnose_steps needs hooks, which a compiled model ignores: leave out --compile")
 
     @property
     def start(self) -> Mapping[str, Any]:

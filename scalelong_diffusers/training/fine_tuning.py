@@ -17,6 +17,7 @@ from scalelong_diffusers.data.config import MAX_RESOLUTION, MAX_SHAPES
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
+from scalelong_diffusers.noise import NoiseProcess
 from scalelong_diffusers.options import option
 from scalelong_diffusers.patching import apply_skip_scaling, set_skip_scaling_strength
 from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
@@ -24,7 +25,6 @@ from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.config import OptimizationConfig
 from scalelong_diffusers.training.latents import check_autoencoder
-from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.stable_diffusion import (
     StableDiffusion,
     encode_tokens,

@@ -4,15 +4,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from diffusers import ModelMixin
 from PIL import Image
 
 from scalelong_diffusers.data.images import with_channels
+from scalelong_diffusers.diagnosis.observer import QUANTITIES, SkipStatistics
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.evaluation.evaluate import (
     check_features,
@@ -31,7 +34,7 @@ from scalelong_diffusers.evaluation.images import (
 )
 from scalelong_diffusers.evaluation.metrics import FeatureStatistics, check_features_kept, parse_metrics
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.files import atomic_write
+from scalelong_diffusers.files import atomic_write, without_infinities
 from scalelong_diffusers.pipelines.base import NonFiniteImages
 from scalelong_diffusers.pipelines.sampling import grid, save_image
 from scalelong_diffusers.processes import WorkSkipped
@@ -182,6 +185,68 @@ def _training_images(run: "TrainingRun") -> Reference:
     return Reference(rows.source, "train", transform, data.on_bad_image == "skip", data.dataloader_num_workers)
 
 
+class SkipMonitor:
+    """
+    Features and gradients of the long skips, measured in the first batch of each step that `diagnose_steps` names.
+
+    Other steps run without hooks.
+    """
+
+    def __init__(self, run: "TrainingRun", model: ModelMixin):
+        self.run = run
+        self.every = run.config.monitoring.diagnose_steps
+        self._statistics = SkipStatistics(model) if self.every else None
+        self._hooks = ExitStack()
+        self._is_measuring = False
+        self._table: torch.Tensor | None = None
+
+    def begin(self):
+        """Measure the next forward and backward pass if the step that begins is such a step."""
+        step = self.run.global_step + 1
+        if self.every and (step % self.every == 0 or step == self.run.size.max_train_steps):
+            scaler = self.run.accelerator.scaler
+            self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
+            self._hooks.enter_context(self._statistics.attached())
+            self._is_measuring = True
+
+    def end(self):
+        """End the measurement after the backward pass, so that validations run without hooks."""
+        if self._is_measuring:
+            self._table = self._statistics.table()
+        self.close()
+
+    def close(self):
+        """Remove the hooks."""
+        self._is_measuring = False
+        self._hooks.close()
+
+    def take(self) -> dict[str, Any]:
+        """Return the values for the log line of this step, by quantity and skip, from all processes."""
+        if self._table is None:
+            return {}
+        table = self.run.accelerator.gather(self._table.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
+        self._table = None
+        measured = dict(zip(QUANTITIES, table.cpu()))
+        # Backward has seen the mean of the losses, divided by the number of accumulations.
+        scale = self.run.size.train_batch_size * self.run.accelerator.gradient_accumulation_steps / self._loss_scale
+        gradients = {name: measured[name] * scale for name in ("hidden_gradient", "skip_gradient")}
+        names = ("hidden_rms", "skip_rms", "skip_share", "factor")
+        values = {name: measured[name].mean(1) for name in names}
+        values |= {name: gradient.mean(1) for name, gradient in gradients.items()}
+        values |= {f"{name}_variation": g.std(1, correction=0) / g.mean(1) for name, g in gradients.items()}
+        return {"skips": {name: value.tolist() for name, value in values.items()}}
+
+
+def skip_scalars(line: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of the skips in a log line as trackers take them: one number per name."""
+    return {
+        f"skips/{name}/{i}": value
+        for name, values in line.get("skips", {}).items()
+        for i, value in enumerate(values, start=1)
+        if math.isfinite(value)
+    }
+
+
 class MetricsFile:
     """A file with one line per logged step. Resuming a run does not repeat lines."""
 
@@ -214,7 +279,7 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]):
         # JSON has no infinities: they are written as null.
-        text = json.dumps(_without_infinities(line), allow_nan=False)
+        text = json.dumps(without_infinities(line), allow_nan=False)
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -234,11 +299,3 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
-
-
-def _without_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_infinities(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_infinities(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

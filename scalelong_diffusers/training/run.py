@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from scalelong_diffusers.files import remove_leftovers, write_json
 from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
+from scalelong_diffusers.noise import NoiseProcess
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
@@ -42,10 +43,11 @@ from scalelong_diffusers.training.monitoring import (
     SAMPLES_FOLDER,
     MetricsFile,
     SampleEvaluation,
+    SkipMonitor,
     save_sample_grid,
+    skip_scalars,
     validation_losses,
 )
-from scalelong_diffusers.training.noise import NoiseProcess
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
     SETTINGS_FILE,
@@ -185,6 +187,7 @@ class TrainingRun:
         self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds, self._images = 0.0, 0  # since the last log line
+        self._skips = SkipMonitor(self, modules["unet"])
         with self._released_on_errors():
             if self.config.output.resume_from_checkpoint is not None:
                 self._resume(self.config.output.resume_from_checkpoint)
@@ -264,7 +267,7 @@ class TrainingRun:
             rank=self.accelerator.process_index,
             num_workers=self.config.data.dataloader_num_workers,
         )
-        with self._released_on_errors(), self._progress_bar(), self.stop_signal.caught():
+        with self._released_on_errors(), self._progress_bar(), self.stop_signal.caught(), closing(self._skips):
             self._started = time.perf_counter()
             # Counted from the first batch of this process, which begins a step also if the run was resumed.
             for count, batch in enumerate(self._readable(batches)):
@@ -275,12 +278,14 @@ class TrainingRun:
                 if not self._has_stepped:
                     raise RuntimeError("the loss of each batch must be passed to run.step")
                 if self.accelerator.sync_gradients:
+                    self.record(self._skips.take())
                     self._end_step()
                 self._started = time.perf_counter()
 
     def step(self, losses: torch.Tensor):
         """Run backward for the losses of a batch, one per sample. The last batch of a step updates the weights."""
         self.optimizer_step.backward(losses.mean())
+        self._skips.end()
         if self.accelerator.sync_gradients:
             self.optimizer_step.update()
             self.global_step += 1
@@ -410,6 +415,7 @@ class TrainingRun:
         set_seed(seed >> 32)
         if micro_step == 0:
             self._warm_up(self.global_step)
+            self._skips.begin()
 
     def _warm_up(self, step: int):
         """Set the strength of the scaling in a step, counted from 0."""
@@ -479,6 +485,7 @@ class TrainingRun:
         self.progress = Progress(nonfinite_in_a_row=progress.nonfinite_in_a_row)
         self._recorded, self._seconds, self._images = {}, 0.0, 0
         scalars = {name: value for name, value in line.items() if isinstance(value, float)}
+        scalars |= skip_scalars(line)
 
         def write():
             self.metrics.write(line)

@@ -1,12 +1,14 @@
 """The forward diffusion process of training: timesteps, noisy samples, targets and loss weights."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.options import check_options, option
 
 
 BETA_SCHEDULES = {
@@ -18,6 +20,20 @@ PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 # The VP-SDE of U-ViT's pixel models. Its steps of 1/1000 are the linear betas.
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    prediction_type: str = option("epsilon", "what the model predicts", choices=PREDICTION_TYPES)
+    ddpm_beta_schedule: str = option(
+        "linear", "noise schedule; squaredcos_cap_v2 is the cosine schedule", choices=BETA_SCHEDULES
+    )
+    continuous_time: bool = option(
+        False, "draw continuous timesteps, as for U-ViT's pixel models, instead of 1000 discrete ones"
+    )
+
+    def __post_init__(self):
+        check_options(self)
 
 
 class NoiseProcess:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalelong_diffusers.experiments.charts import round_values
+from scalelong_diffusers.charts import round_values
 
 
 @pytest.mark.parametrize(

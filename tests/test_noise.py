@@ -5,9 +5,9 @@ import torch
 from diffusers import DDPMScheduler
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.noise import BETA_SCHEDULES, PREDICTION_TYPES
 from scalelong_diffusers.presets import get_preset
 from scalelong_diffusers.training import NoiseProcess, TrainingConfig, make_config
-from scalelong_diffusers.training.noise import BETA_SCHEDULES, PREDICTION_TYPES
 
 
 CLEAN, NOISE = torch.randn(2, 7, 3, 4, 4, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,116 @@
+"""`scalelong diagnose` measures whether the long skips of a model are a problem."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.diagnosis.figures import Diagnosis
+from scalelong_diffusers.diagnosis.page import build_page
+from scalelong_diffusers.diagnosis.report import diagnose, report_lines
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.models.mixin import SkipScalingMixin
+from scalelong_diffusers.noise import NoiseConfig
+from scalelong_diffusers.options import add_options, build_config, check_options, option, options_of
+from scalelong_diffusers.patching import apply_skip_scaling
+from scalelong_diffusers.pipelines.sampling import choose_device
+from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.terminal import print_lines
+
+
+RESULT_FILE, PAGE_FILE = "diagnosis.json", "index.html"
+# The options of `DataConfig` that the data can have.
+DATA_OPTIONS = (
+    *("dataset_name", "dataset_config_name", "dataset_revision", "train_data_dir", "cache_dir", "image_column"),
+    *("label_column", "caption_column", "resolution", "crop_size", "image_interpolation_mode", "on_bad_image"),
+    "num_shapes",
+)
+# Models with more weights run fewer images by default, one at a time.
+_LARGE, _FEW_IMAGES, _MANY_IMAGES, _BATCH_SIZE = 400_000_000, 8, 64, 8
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig:
+    """The model to diagnose, and how many images to use."""
+
+    model: str
+    num_images: int | None = option(
+        None, f"number of images (default: {_MANY_IMAGES}, or {_FEW_IMAGES} for models with more than 400 million "
+        "weights)", at_least=2, at_most=100_000, metavar="N",
+    )  # fmt: skip
+    batch_size: int | None = option(
+        None, "images per batch, which changes memory and time but no figure (default: 8, or 1 for large models)",
+        at_least=1, at_most=100_000, metavar="N",
+    )  # fmt: skip
+    seed: int = option(
+        0, "seed of the noise, and of the weights of an untrained model", at_least=0, at_most=2**63 - 1, metavar="N"
+    )
+    device: str | None = option(None, "device, such as cuda:1 (default: a GPU if one is available)")
+    output_dir: str | None = option(
+        None, f"folder for {PAGE_FILE}, a page with charts, and {RESULT_FILE}", metavar="DIR"
+    )
+
+    def __post_init__(self):
+        check_options(self)
+
+
+def add_command(commands: argparse._SubParsersAction):
+    parser = commands.add_parser(
+        "diagnose",
+        help="measure whether the long skips of a model are a problem",
+        description=(
+            "Measure features and gradients of the long skips of a model, its sensitivity to noise and its numerical "
+            "headroom, and say whether scaling the skips is likely to help. Without a dataset, the built-in shapes "
+            "are used. Conditions that a model needs and the data does not have are drawn at random."
+        ),
+    )
+    parser.add_argument(
+        "model",
+        help="a model or pipeline (a local folder or an id on the Hub), a config.json, a training run or one of its "
+        "checkpoints, or a preset",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_options(parser, DiagnoseConfig)
+    add_options(parser, SkipScalingConfig, "skip scaling, instead of the model's own", optional=True)
+    add_options(parser, NoiseConfig, "noise", "default: as in the pipeline's scheduler or the training run")
+    data = parser.add_argument_group("data", "default: the data of the training run, or the built-in shapes")
+    add_options(data, DataConfig, without={flag for flag, _, _ in options_of(DataConfig)}.difference(DATA_OPTIONS))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from scalelong_diffusers.cli.subject import Inputs, load_subject  # imports the training code, which is slow
+
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    config = build_config(DiagnoseConfig, given)
+    scaling = SkipScalingConfig.from_flags(given)
+    device = choose_device(config.device)
+    subject = load_subject(config.model, given, config.seed)
+    if scaling is not None or not isinstance(subject.model, SkipScalingMixin):
+        apply_skip_scaling(subject.model, scaling or "none")  # a stock model becomes its scaled class
+    subject.to(device)
+    inputs = Inputs(subject, config.model, given, config.seed)
+    is_large = subject.model.num_parameters() > _LARGE
+    count = config.num_images or (_FEW_IMAGES if is_large else _MANY_IMAGES)
+    batches = list(inputs.batches(count, config.batch_size or (1 if is_large else _BATCH_SIZE), device))
+    diagnosis = diagnose(subject.model, batches, subject.noising)
+    if config.output_dir is not None:
+        write_results(Path(config.output_dir), diagnosis, config.model, inputs.description)
+    if arguments.json:
+        print_lines(json.dumps({"source": config.model, "data_source": inputs.description, **diagnosis.to_dict()}))
+    else:
+        print_lines(f"{config.model}; {inputs.description}", *report_lines(diagnosis))
+    return 0
+
+
+def write_results(folder: Path, diagnosis: Diagnosis, source: str, data: str):
+    """Write the figures and the page."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir must be a folder that can be written, got {folder}: {error.strerror}") from error
+    write_json(folder / RESULT_FILE, {"source": source, "data_source": data, **diagnosis.to_dict()})
+    page = build_page(diagnosis, source, data)
+    atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))

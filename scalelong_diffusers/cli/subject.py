@@ -1,0 +1,223 @@
+"""The model, noise process and data that `scalelong diagnose` measures."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+from torch import nn
+
+from scalelong_diffusers.cli.diagnose import DATA_OPTIONS
+from scalelong_diffusers.cli.inspect import model_skeleton
+from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.diagnosis.measure import Samples, spread_positions
+from scalelong_diffusers.download import build_skeleton, load_model, read_json
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.files import read_json_file
+from scalelong_diffusers.memory import check_memory
+from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.noise import NoiseConfig, NoiseProcess
+from scalelong_diffusers.options import build_config, options_of
+from scalelong_diffusers.pipelines.compatibility import check_size, required_conditions, size_multiple, vae_factor
+from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline
+from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder, text_embedding_width
+from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
+from scalelong_diffusers.presets import PRESETS, get_preset
+from scalelong_diffusers.randomness import normal, seed_for, uniform
+from scalelong_diffusers.training.latents import encode_images
+from scalelong_diffusers.training.settings import SETTINGS_FILE
+from scalelong_diffusers.training.stable_diffusion import training_schedule
+
+
+_SOURCES = {"dataset_name", "train_data_dir"}
+_TEXT_TOKENS = 77  # of Stable Diffusion
+
+
+@dataclass
+class Subject:
+    """A model with its noise process and, for a pipeline, the modules that make its inputs."""
+
+    model: ModelMixin
+    noising: NoiseProcess
+    settings: Mapping[str, Any]
+    vae: nn.Module | None = None
+    latent_scale: float | None = None
+    captions: CaptionEncoder | None = None
+
+    def to(self, device: torch.device):
+        for module in (self.model, self.vae, self.captions and self.captions.text_encoder):
+            if module is not None:
+                module.to(device)
+
+
+def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
+    """
+    Load a model, untrained if there are no weights, or the parts of a pipeline.
+
+    `given` are the flags. They override the settings of a training run.
+    """
+    settings: Mapping[str, Any] = {}
+    if source in PRESETS and not os.path.exists(source):
+        preset = get_preset(source)
+        model, settings = _untrained(preset.model_class, preset.config, source, seed), preset.training
+    elif os.path.isfile(source) and source.endswith(".json"):
+        model = _untrained_from(read_json_file(Path(source)), source, seed)
+    else:
+        folder = _model_folder(source)
+        settings = _run_settings(source)
+        if read_json(folder, INDEX) is not None:
+            return _from_pipeline(load_pipeline(folder), settings, given)
+        model = _load_model(folder, seed)
+    return Subject(model, _noise_process({**settings, **given}), settings)
+
+
+def _from_pipeline(pipe: DiffusionPipeline, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Subject:
+    flags = {flag for flag, _, _ in options_of(NoiseConfig)}
+    is_set = flags & {**settings, **given}.keys()
+    noising = _noise_process({**settings, **given}) if is_set else NoiseProcess(training_schedule(pipe).config)
+    captions = None
+    if isinstance(pipe, ScaleLongTextToImagePipeline) and pipe.text_encoder is not None:
+        captions = CaptionEncoder(pipe.text_encoder, pipe.tokenizer, pipe.unet)
+    return Subject(pipe.unet, noising, settings, pipe.vae, pipe.config.latent_scale, captions)
+
+
+def _noise_process(values: Mapping[str, Any]) -> NoiseProcess:
+    noise = build_config(NoiseConfig, values)
+    return NoiseProcess.from_options(noise.ddpm_beta_schedule, noise.prediction_type, noise.continuous_time, None)
+
+
+def _model_folder(source: str) -> str:
+    """Return the folder with the model: in an unfinished training run, the last checkpoint."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / INDEX).is_file():
+        return source
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    last = max(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=folder)
+    return str(last / "unet" if (last / "unet" / "config.json").is_file() else last)
+
+
+def _run_settings(source: str) -> dict[str, Any]:
+    """Return the settings of the training run in a folder, or of the run that a checkpoint belongs to."""
+    folder = Path(source)
+    files = [place / SETTINGS_FILE for place in (folder, folder.parent) if folder.is_dir()]
+    file = next((file for file in files if file.is_file()), None)
+    accepted = {*DATA_OPTIONS, *(flag for flag, _, _ in options_of(NoiseConfig))}
+    stored = {} if file is None else read_json_file(file)
+    return {name: value for name, value in stored.items() if name in accepted and value is not None}
+
+
+def _load_model(source: str, seed: int) -> ModelMixin:
+    """Load a model, or build it if its folder has a config but no weights."""
+    skeleton = model_skeleton(source)  # says what is wrong with a folder without a model
+    weights = [file for end in ("safetensors", "bin") for file in Path(source).glob(f"*.{end}*")]
+    if os.path.isdir(source) and not weights:
+        return _untrained_from(read_json_file(Path(source, "config.json")), source, seed)
+    return load_model(type(skeleton), source, source)
+
+
+def _untrained_from(config: Mapping[str, Any], source: str, seed: int) -> ModelMixin:
+    class_name = config.get("_class_name")
+    model_class = scaled_class_by_name(class_name) if isinstance(class_name, str) else None
+    if model_class is None:
+        raise UserError(f"{source}: {class_name} has no long skip connections that can be scaled")
+    return _untrained(model_class, config, source, seed)
+
+
+def _untrained(model_class: type[ModelMixin], config: Mapping[str, Any], source: str, seed: int) -> ModelMixin:
+    skeleton = build_skeleton(model_class, config, source)
+    check_memory(f"the weights of {source}", sum(weight.nbytes for weight in skeleton.parameters()))
+    torch.manual_seed(seed_for(seed, "model"))
+    return model_class.from_config(config)
+
+
+class Inputs:
+    """
+    The inputs of a model: images or latents of a dataset, or noise for a model of latents without an autoencoder.
+
+    Args:
+        values: data options by flag. The settings of the training run are the defaults.
+    """
+
+    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int):
+        self.subject, self.seed = subject, seed
+        self.model = subject.model
+        if unknown := set(required_conditions(self.model)) - {"class_labels", "encoder_hidden_states"}:
+            raise UserError(f"{name} takes {min(unknown)}, which a diagnosis cannot make")
+        if not values.keys() & _SOURCES:  # another dataset replaces the data of a training run
+            values = {**subject.settings, **values}
+        values = {flag: value for flag, value in values.items() if flag in DATA_OPTIONS}
+        self.has_dataset = bool(values.keys() & _SOURCES)
+        factor = vae_factor(subject.vae)
+        resolution = values.pop("resolution", None) or _own_size(self.model, name) * factor
+        check_size("resolution", resolution, size_multiple(self.model) * factor)
+        self.size = resolution // factor
+        self.stream = self._open(DataConfig(resolution=resolution, **values), name)
+
+    def _open(self, config: DataConfig, name: str):
+        """Open the dataset, if the model or its autoencoder takes images."""
+        channels = self.model.config.in_channels if self.subject.vae is None else self.subject.vae.config.in_channels
+        if channels not in (1, 3):
+            if self.has_dataset:
+                raise UserError(f"{name} takes {channels} channels, not images: pass a pipeline with an autoencoder")
+            self.description = f"normal noise instead of latents with {channels} channels"
+            return None
+        # The built-in shapes have colors. They are averaged for a gray model.
+        data = load_training_data(
+            config, channels=channels if self.has_dataset else 3, seed=self.seed,
+            needs_labels=self.has_dataset and "class_labels" in required_conditions(self.model),
+            needs_captions=self.subject.captions is not None,
+        )  # fmt: skip
+        classes = self.model.config.get("num_class_embeds")
+        if data.num_classes is not None and data.num_classes > classes:
+            raise UserError(f"the data has {data.num_classes} classes, and {name} takes {classes}")
+        self.channels, self.description = channels, data.description
+        return data.train
+
+    def batches(self, count: int, batch_size: int, device: torch.device) -> Iterator[Samples]:
+        """Yield `count` samples."""
+        size = min(batch_size, count)
+        steps = math.ceil(count / size)
+        if self.stream is None:
+            loaded = (Batch({}, range(k * size, (k + 1) * size), "diagnosis", self.seed) for k in range(steps))
+        else:
+            loaded = self.stream.batches(size, num_steps=steps)
+        for k, batch in enumerate(loaded):
+            yield self._samples(batch.to(device), k * size).first(min(size, count - k * size))
+
+    def _samples(self, batch: Batch, first: int) -> Samples:
+        if self.stream is None:
+            clean = normal(batch.keys, "clean", (self.model.config.in_channels, self.size, self.size))
+        else:
+            clean = encode_images(batch, self.subject.vae, self.subject.latent_scale)
+            clean = clean.mean(1, keepdim=True) if self.channels == 1 else clean
+        positions = spread_positions(first, len(batch)).to(clean.device)
+        noise, perturbation = (batch.normal_like(clean, purpose) for purpose in ("noise", "perturbation"))
+        return Samples(clean, noise, positions, perturbation, self._conditions(batch))
+
+    @torch.no_grad()
+    def _conditions(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return labels and text. They are random if the data has none."""
+        conditions, needed = {}, required_conditions(self.model)
+        if "class_labels" in needed and "labels" in batch:
+            conditions["class_labels"] = batch["labels"]
+        elif "class_labels" in needed:
+            conditions["class_labels"] = (uniform(batch.keys, "label") * self.model.config.num_class_embeds).long()
+        if self.subject.captions is not None:
+            conditions["encoder_hidden_states"] = self.subject.captions(batch["captions"])
+        elif "encoder_hidden_states" in needed:
+            tokens = self.model.config.get("context_length", _TEXT_TOKENS)
+            shape = (tokens, text_embedding_width(self.model))
+            conditions["encoder_hidden_states"] = normal(batch.keys, "text", shape)
+        return conditions
+
+
+def _own_size(model: ModelMixin, name: str) -> int:
+    size = model.config.sample_size
+    size = size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
+    if not isinstance(size, int):
+        raise UserError(f"{name} has sample_size={size}, and a diagnosis takes square images: pass --resolution")
+    return size

@@ -1,0 +1,286 @@
+"""The measurements of a diagnosis: skips and gradients, the data, sensitivity to noise, and numerical headroom."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from diffusers import ModelMixin
+from torch import nn
+
+from scalelong_diffusers.diagnosis.figures import BINS, DEPTHS, NOISE_LEVELS, Bin, DataFigures, SkipFigures, Spread
+from scalelong_diffusers.diagnosis.observer import QUANTITIES, SkipStatistics
+from scalelong_diffusers.models.mixin import skip_layout
+from scalelong_diffusers.models.uvit import UViTModel
+from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.scaling import SkipScalingConfig
+from scalelong_diffusers.scaling.factors import UPPER_NOISE_RATIO, solve_kappa
+
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Advance = Callable[[int], object]  # is called with the number of samples that have run
+
+
+def _nothing(count: int):
+    """Report no progress."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """
+    Clean images or latents, with the noise and timestep of each.
+
+    Args:
+        uniform: positions in the training schedule, in [0, 1).
+        perturbation: more noise, which changes the model's input.
+        conditions: the model's other inputs, such as `class_labels`.
+    """
+
+    clean: torch.Tensor
+    noise: torch.Tensor
+    uniform: torch.Tensor
+    perturbation: torch.Tensor
+    conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def first(self, count: int) -> "Samples":
+        """Return the first samples."""
+        conditions = {name: value[:count] for name, value in self.conditions.items()}
+        tensors = (self.clean, self.noise, self.uniform, self.perturbation)
+        return Samples(*(tensor[:count] for tensor in tensors), conditions)
+
+
+def spread_positions(first: int, count: int) -> torch.Tensor:
+    """Return positions in [0, 1) that cover the interval evenly, whatever their number."""
+    return ((torch.arange(first, first + count, dtype=torch.float64) + 0.5) * _GOLDEN % 1).float()
+
+
+class LargestActivations:
+    """
+    Records the largest |output| of the layers in each block of a model, for each sample.
+
+    A block is a child of the model, or an entry of a child that is a list. Attention scores are not seen.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.blocks: dict[str, nn.Module] = {}
+        for name, child in model.named_children():
+            if isinstance(child, nn.ModuleList):
+                self.blocks |= {f"{name}.{k}": block for k, block in enumerate(child)}
+            elif name != "skip_scaler":
+                self.blocks[name] = child
+        self.values: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        handles = []
+        for name, block in self.blocks.items():
+            layers = {module for module in block.modules() if next(module.parameters(recurse=False), None) is not None}
+            hook = self._hook(name)
+            handles += [module.register_forward_hook(hook) for module in (layers | {block})]
+        self.values = {}
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable:
+        @torch.no_grad()
+        def record(module: nn.Module, args: tuple, output):
+            output = output[0] if isinstance(output, tuple) else output
+            dims = tuple(range(1, output.ndim))
+            largest = torch.linalg.vector_norm(output, math.inf, dims, dtype=torch.float32)
+            known = self.values.get(name)
+            self.values[name] = largest if known is None else torch.maximum(known, largest)
+
+        return record
+
+
+@dataclass(frozen=True)
+class SkipTable:
+    """
+    What the passes over all samples have measured.
+
+    Args:
+        values: (quantity, skip, sample) in the order of QUANTITIES.
+        largest: (block, sample), the largest |activation|.
+        losses: the loss of each sample.
+    """
+
+    values: torch.Tensor
+    blocks: list[str]
+    largest: torch.Tensor
+    losses: torch.Tensor
+
+    def __getitem__(self, quantity: str) -> torch.Tensor:
+        return self.values[list(QUANTITIES).index(quantity)]
+
+
+def measure_skips(
+    model: ModelMixin, batches: Sequence[Samples], noising: NoiseProcess, advance: Advance = _nothing
+) -> SkipTable:
+    """Run the model on all samples, forward and as far back as the skips, and return what was measured."""
+    statistics, activations = SkipStatistics(model), LargestActivations(model)
+    tables, largest, losses = [], [], []
+    with statistics.attached(), activations.attached(), torch.enable_grad():
+        for batch in batches:
+            activations.values = {}
+            of_batch = sample_losses(model, batch, noising)
+            torch.autograd.grad(of_batch.sum(), statistics.tensors)
+            losses.append(of_batch.detach().cpu())
+            tables.append(statistics.table().cpu())
+            largest.append(torch.stack(list(activations.values.values())).cpu())
+            advance(len(batch))
+    blocks = list(activations.values)
+    return SkipTable(torch.cat(tables, 2), blocks, torch.cat(largest, 1), torch.cat(losses))
+
+
+def sample_losses(model: ModelMixin, samples: Samples, noising: NoiseProcess) -> torch.Tensor:
+    """Return the unweighted training loss of each sample."""
+    timesteps = noising.timesteps(samples.uniform)
+    # A gradient for the input lets autograd record the pass even if all weights are frozen.
+    noisy = noising.add_noise(samples.clean, samples.noise, timesteps).requires_grad_()
+    prediction = model(noisy, timesteps, **samples.conditions).sample
+    prediction = prediction[:, : samples.clean.shape[1]]  # a learned variance follows
+    target = noising.target(samples.clean, samples.noise, timesteps)
+    return (prediction - target).square().flatten(1).mean(1)
+
+
+def skip_figures(model: ModelMixin, table: SkipTable) -> list[SkipFigures]:
+    """Return the figures of each skip."""
+    figures = []
+    for k, skip in enumerate(skip_layout(model).find(model)):
+        means = {name: table[name][k].mean().item() for name in QUANTITIES}
+        means |= {name: None for name in _OPTIONAL if math.isnan(means[name])}
+        std = None if means["factor"] is None else max(0.0, means["factor_square"] - means["factor"] ** 2) ** 0.5
+        gradients = {name: Spread.of(table[name][k]) for name in ("hidden_gradient", "skip_gradient")}
+        figures.append(SkipFigures(skip.index, skip.where, skip.width, factor_std=std, **{**means, **gradients}))
+    return figures
+
+
+# Quantities that not every layout and method has.
+_OPTIONAL = ("skip_share", "factor", "factor_square")
+
+
+@torch.no_grad()
+def data_figures(
+    batches: Sequence[Samples], noising: NoiseProcess, table: SkipTable, skips: Sequence[SkipFigures]
+) -> tuple[DataFigures, list[Bin]]:
+    """Return what the data says about S, and the figures of each tenth of the training schedule."""
+    clean = torch.cat([batch.clean.flatten(1).cpu() for batch in batches])
+    noise = torch.cat([batch.noise.flatten(1).cpu() for batch in batches])
+    positions = torch.cat([batch.uniform.cpu() for batch in batches])
+    mean_square = clean.square().mean().item()
+    power, expected, ratio, signal, timestep = [], [], [], [], []
+    for k in range(BINS):
+        steps = noising.timesteps((spread_positions(0, len(clean)) + k) / BINS)
+        noisy = noising.add_noise(clean, noise, steps)
+        alpha = noising.add_noise(torch.ones(len(clean), 1), torch.zeros(len(clean), 1), steps).square().mean().item()
+        power.append(noisy.square().mean(1))
+        ratio.append(noise.square().sum(1) / noisy.square().sum(1))
+        signal.append(alpha)
+        expected.append(1 - (1 - mean_square) * alpha)
+        timestep.append(steps.float().mean().item())
+    ratios = torch.stack(ratio)
+    squares = [skip.factor_square for skip in skips]
+    target = ratios.mean().item()
+    data = DataFigures(
+        mean_square=mean_square,
+        power=torch.stack(power).mean().item(),
+        expected_power=sum(expected) / BINS,
+        lemma_power=1 - 2 / 3 * sum(signal) / BINS,  # Lemma 3.2
+        noise_ratio=target,
+        highest_noise_ratio=ratios.max().item(),
+        skip_energy=None if None in squares else sum(squares),
+        kappa=_kappa_for(target, len(skips)),
+        upper_kappa=_kappa_for(UPPER_NOISE_RATIO, len(skips)),
+    )
+    bins = [
+        Bin(timestep[k], power[k].mean().item(), expected[k], ratio[k].mean().item(), _largest_of(table, positions, k))
+        for k in range(BINS)
+    ]
+    return data, bins
+
+
+def _kappa_for(target: float, num_skips: int) -> float | None:
+    return solve_kappa(target, num_skips) if 1 < target < num_skips else None
+
+
+def _largest_of(table: SkipTable, positions: torch.Tensor, k: int) -> float | None:
+    mine = table.largest[:, (positions * BINS).long() == k]
+    return mine.max().item() if mine.numel() else None
+
+
+@torch.no_grad()
+def noise_sensitivity(
+    model: ModelMixin, samples: Samples, noising: NoiseProcess, advance: Advance = _nothing
+) -> list[float]:
+    """
+    Return the root mean square of the output's change for input perturbations N(0, s^2), for each s of NOISE_LEVELS.
+
+    This is what Theorem 3.4 bounds.
+    """
+    timesteps = noising.timesteps(samples.uniform)
+    noisy = noising.add_noise(samples.clean, samples.noise, timesteps)
+    before = model(noisy, timesteps, **samples.conditions).sample
+    advance(len(samples))
+    changes = []
+    for level in NOISE_LEVELS:
+        after = model(noisy + level * samples.perturbation, timesteps, **samples.conditions).sample
+        changes.append((after - before).square().mean().sqrt().item())
+        advance(len(samples))
+    return changes
+
+
+@contextmanager
+def with_skip_scaling(model: ModelMixin, config: SkipScalingConfig | None) -> Iterator[None]:
+    """
+    Run a scaled model with another skip scaling, None for its own.
+
+    Its scaling, gates and config are unchanged afterwards.
+    """
+    if config is None:
+        yield
+        return
+    layout, scaler = skip_layout(model), model.skip_scaler
+    own = Scaling(scaler.config, scaler.gate_names, scaler.gates)
+    other = layout.build_scaler(config, layout.find(model), model.device, model.dtype)
+    scaler.adopt(other)
+    try:
+        yield
+    finally:
+        scaler.adopt(own)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a `SkipScaler` adopts."""
+
+    config: SkipScalingConfig
+    gate_names: list[str]
+    gates: nn.ModuleDict
+
+
+@torch.no_grad()
+def largest_by_depth(
+    model: ModelMixin, samples: Samples, noising: NoiseProcess, advance: Advance = _nothing
+) -> dict[int, float]:
+    """Return the largest |activation| of untrained models like this U-ViT with other numbers of layers."""
+    found = {}
+    timesteps = noising.timesteps(samples.uniform)
+    noisy = noising.add_noise(samples.clean, samples.noise, timesteps)
+    for layers in DEPTHS if isinstance(model, UViTModel) else ():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            other = type(model).from_config(dict(model.config), num_layers=layers).to(model.device).eval()
+        activations = LargestActivations(other)
+        with activations.attached():
+            other(noisy, timesteps, **samples.conditions)
+        found[layers] = torch.stack(list(activations.values.values())).max().item()
+        advance(len(samples) * layers // model.config.num_layers)
+    return found
