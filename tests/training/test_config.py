@@ -43,6 +43,7 @@ ALTERNATIVES = [
         "skip_scaling_activation": "elu",
     },
     {"skip_scaling": "mp_cat", "skip_scaling_balance": 0.25},
+    {"diagnose_steps": 7},
 ]  # fmt: skip
 
 
