@@ -73,6 +73,7 @@ TRAINING = {
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
     "adam_beta2": 0.99,
+    "adam_epsilon": 1e-8,  # as in the pilot runs
     "adam_weight_decay": 0.03,
     "max_grad_norm": 1.0,
     "ema_decay": 0.998,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from scalelong_diffusers import charts
 from scalelong_diffusers.errors import UserError, did_you_mean
-from scalelong_diffusers.experiments import charts
 from scalelong_diffusers.files import atomic_write
 from scalelong_diffusers.paper import input_tables, inputs, theorems, theory, training_tables, trainings
 from scalelong_diffusers.paper.experiment import Experiment, Figure, Workspace, measure_each
