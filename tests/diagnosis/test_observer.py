@@ -22,7 +22,7 @@ def build_uvit(**changes) -> UViTModel:
 def measured(model, inputs) -> tuple[SkipStatistics, torch.Tensor]:
     """Run forward and backward, and return the statistics and the output."""
     statistics = SkipStatistics(model)
-    sample = inputs.pop("sample").clone().requires_grad_()
+    sample = inputs.pop(next(iter(inputs))).clone().requires_grad_()
     with statistics.attached():
         output = model(sample, **inputs).sample
         torch.autograd.grad(output.square().flatten(1).mean(1).sum(), statistics.tensors)
