@@ -3,7 +3,6 @@
 import functools
 
 from diffusers import (
-    AudioLDM2UNet2DConditionModel,
     DreamLiteUNetModel,
     HunyuanDiT2DModel,
     I2VGenXLUNet,
@@ -16,11 +15,13 @@ from diffusers import (
     UNetControlNetXSModel,
     UNetMotionModel,
     UNetSpatioTemporalConditionModel,
-    UniDiffuserModel,
 )
 from diffusers.models.resnet import ResidualTemporalBlock1D
 from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
-from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransformer2DModel
+
+# Not from diffusers itself, which would import whole pipelines.
+from diffusers.pipelines.audioldm2.modeling_audioldm2 import AudioLDM2UNet2DConditionModel
+from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel, UTransformer2DModel
 from torch import nn
 
 from scalelong_diffusers.models.mixin import SkipScalingMixin, plan_skip_scaling, scaled_class, unscale
