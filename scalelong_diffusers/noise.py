@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, DiffusionPipeline
 
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.options import check_options, option
@@ -17,6 +17,17 @@ BETA_SCHEDULES = {
     "squaredcos_cap_v2": {},
 }
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
+
+# The entries of a scheduler's config that describe training; the others are about sampling.
+_SCHEDULE = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "prediction_type",
+    "rescale_betas_zero_snr",
+)
 
 # The VP-SDE of U-ViT's pixel models. Its steps of 1/1000 are the linear betas.
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
@@ -120,3 +131,15 @@ class NoiseProcess:
         # Moved once, in the first step.
         self._alphas, self._sigmas = self._alphas.to(timesteps.device), self._sigmas.to(timesteps.device)
         return self._alphas[timesteps], self._sigmas[timesteps]
+
+
+def training_schedule(pipe: DiffusionPipeline) -> DDPMScheduler:
+    """Return the noise schedule and prediction type that the model was trained with."""
+    name, config = type(pipe.scheduler).__name__, pipe.scheduler.config
+    prediction_type = config.get("prediction_type", "epsilon")
+    if "beta_schedule" not in config or prediction_type not in PREDICTION_TYPES:
+        raise UserError(
+            f"{name} cannot train a Stable Diffusion, which needs betas and a prediction_type of "
+            f"{', '.join(PREDICTION_TYPES)}, got {prediction_type!r}; set another pipe.scheduler"
+        )
+    return DDPMScheduler(**{entry: config[entry] for entry in _SCHEDULE if entry in config})

@@ -20,7 +20,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import scaled_class_by_name
-from scalelong_diffusers.noise import NoiseConfig, NoiseProcess
+from scalelong_diffusers.noise import NoiseConfig, NoiseProcess, training_schedule
 from scalelong_diffusers.options import build_config, options_of
 from scalelong_diffusers.pipelines.compatibility import check_size, required_conditions, size_multiple, vae_factor
 from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline
@@ -30,7 +30,6 @@ from scalelong_diffusers.presets import PRESETS, get_preset
 from scalelong_diffusers.randomness import normal, seed_for, uniform
 from scalelong_diffusers.training.latents import encode_images
 from scalelong_diffusers.training.settings import SETTINGS_FILE
-from scalelong_diffusers.training.stable_diffusion import training_schedule
 
 
 _SOURCES = {"dataset_name", "train_data_dir"}

@@ -20,6 +20,7 @@ from scalelong_diffusers.data.stream import Stream
 from scalelong_diffusers.data.training_data import load_training_data
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write
+from scalelong_diffusers.terminal import print_lines
 
 
 SIZE = 28
@@ -64,7 +65,7 @@ def feature_network(folder: Path, source: dict[str, str], epochs: int = EPOCHS) 
     """Train the network and save it with its image processor, unless the folder has it. Return its test accuracy."""
     record = folder / "accuracy.json"
     if not record.exists():
-        print(f"training the feature network {folder}", flush=True)
+        print_lines(f"training the feature network {folder}")
         torch.set_num_threads(1)  # like the runs, which may train at the same time
         data = DataConfig(**source, resolution=SIZE, validation_size=NUM_TEST_IMAGES)
         loaded = load_training_data(data, channels=1, needs_labels=True, needs_captions=False, seed=0)

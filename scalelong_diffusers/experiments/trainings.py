@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from scalelong_diffusers.experiments.results import ResultFile, Run
+from scalelong_diffusers.terminal import print_lines
 
 
 STOPPED_EARLY = "early"
@@ -79,8 +80,9 @@ class Scheduler(Generic[Run]):
                     if process.poll() is not None:
                         self._collect(run, process, early)
                         del self.processes[run]
-                        print(f"{time.strftime('%H:%M')} {run.name}: {self.outcome(run)}; {len(waiting())} runs are "
-                              "waiting", flush=True)  # fmt: skip
+                        outcome = f"{run.name}: {self.outcome(run)}; {len(waiting())} runs are waiting"
+                        print_lines(f"{time.strftime('%H:%M')} {outcome}")
+                        sys.stdout.flush()  # also into a file
         except BaseException:
             for process in self.processes.values():
                 process.terminate()

@@ -17,7 +17,7 @@ from scalelong_diffusers.data.config import MAX_RESOLUTION, MAX_SHAPES
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
-from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.noise import NoiseProcess, training_schedule
 from scalelong_diffusers.options import option
 from scalelong_diffusers.patching import apply_skip_scaling, set_skip_scaling_strength
 from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
@@ -31,7 +31,6 @@ from scalelong_diffusers.training.stable_diffusion import (
     load_stable_diffusion,
     tokenize_prompts,
     tokenizers,
-    training_schedule,
 )
 from scalelong_diffusers.training.step import optimizer_groups
 from scalelong_diffusers.training.text import check_validation_prompts

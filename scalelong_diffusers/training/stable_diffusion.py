@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from diffusers import (
-    DDPMScheduler,
     DiffusionPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
@@ -23,18 +22,6 @@ from scalelong_diffusers.pipelines.text_encoding import check_tokenizer, text_em
 
 
 StableDiffusion = StableDiffusionPipeline | StableDiffusionXLPipeline
-
-# The entries of a scheduler's config that describe training; the others are about sampling.
-_SCHEDULE = (
-    "num_train_timesteps",
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-    "prediction_type",
-    "rescale_betas_zero_snr",
-)
-_PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 
 def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusion:
@@ -172,15 +159,3 @@ def encode_tokens(
     time_ids = states.new_full((len(states), 6), side)
     time_ids[:, 2:4] = 0
     return {"encoder_hidden_states": states, "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}}
-
-
-def training_schedule(pipe: StableDiffusion) -> DDPMScheduler:
-    """Return the noise schedule and prediction type that the model was trained with."""
-    name, config = type(pipe.scheduler).__name__, pipe.scheduler.config
-    prediction_type = config.get("prediction_type", "epsilon")
-    if "beta_schedule" not in config or prediction_type not in _PREDICTION_TYPES:
-        raise UserError(
-            f"{name} cannot train a Stable Diffusion, which needs betas and a prediction_type of "
-            f"{', '.join(_PREDICTION_TYPES)}, got {prediction_type!r}; set another pipe.scheduler"
-        )
-    return DDPMScheduler(**{entry: config[entry] for entry in _SCHEDULE if entry in config})

@@ -57,7 +57,7 @@ def test_onnx(cases, name, config, tmp_path):
 @pytest.mark.slow
 def test_onnx_of_a_fused_uvit_equals_the_scaled_one(uvit, tmp_path):
     inputs = {"sample": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([3, 700])}
-    apply_skip_scaling(uvit, {"method": "cs", "kappa": 0.5})
+    apply_skip_scaling(uvit, {"method": "constant", "kappa": 0.5})
     scaled, expected = run_onnx(uvit, inputs, tmp_path)
     fused, _ = run_onnx(fuse_skip_scaling(uvit), inputs, tmp_path)
     torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=1e-4)

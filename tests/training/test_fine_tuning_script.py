@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scaling, load_adapter
 from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.noise import training_schedule
 from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
 from scalelong_diffusers.training import fine_tuning
 from scalelong_diffusers.training.stable_diffusion import (
     encode_tokens,
     load_stable_diffusion,
     tokenize_prompts,
-    training_schedule,
 )
 
 

@@ -43,7 +43,9 @@ def wide_run(train, tmp_path):
 
 
 def test_flags_reach_the_model_and_its_optimizer(start_run):
-    run, unet = start_run(learning_rate=1e-2, skip_lr_scale=0.5, lr_scheduler="cosine", lr_warmup_steps=4)
+    run, unet = start_run(
+        learning_rate=1e-2, adam_epsilon=1e-8, skip_lr_scale=0.5, lr_scheduler="cosine", lr_warmup_steps=4
+    )
     assert {name: unet.config[name] for name in WIDE} == WIDE
     assert unet.config.num_attention_heads == 4  # the heads are as wide as before
     run.optimizer_step.set_learning_rate(1)  # a quarter of the warm-up

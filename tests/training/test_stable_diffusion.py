@@ -10,12 +10,12 @@ import torch
 from fake_cuda import DEVICE, fake_cuda
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UserError, apply_skip_scaling
+from scalelong_diffusers.noise import training_schedule
 from scalelong_diffusers.training.stable_diffusion import (
     check_stable_diffusion,
     encode_tokens,
     load_stable_diffusion,
     tokenize_prompts,
-    training_schedule,
 )
 
 
