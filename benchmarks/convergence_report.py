@@ -27,6 +27,7 @@ from convergence_runs import (
 )
 
 from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
+from scalelong_diffusers.experiments.tables import markdown_table
 
 
 _TUNED_PAIRS = [(workload, method) for workload in TUNED for method in METHODS_ON[workload]]
@@ -49,7 +50,7 @@ def quick_table(results: Results) -> str:
     """Return the table of `--quick`."""
     runs = [Run(QUICK, method, rate) for method, rate in QUICK_RATES.items()]
     rows = [[run.method, f"{run.learning_rate:g}", _against(results, [(run, runs[0])])] for run in runs]
-    return _table(("method", "learning rate", "final loss (speed-up)"), rows if runs[0] in results else [])
+    return markdown_table(("method", "learning rate", "final loss (speed-up)"), rows if runs[0] in results else [])
 
 
 def plain_target(results: Results, workload: str, seed: int | None = None) -> float:
@@ -91,7 +92,7 @@ def comparison(results: Results) -> str:
         if _finished_seeds(results, workload, method)
     ]
     heads = ("workload", "method", "rate, beta1", "seeds", "final loss", "better seeds", "steps to the plain loss")
-    return _table((*heads, "speed-up", "at least", "to the best plain run"), rows)
+    return markdown_table((*heads, "speed-up", "at least", "to the best plain run"), rows)
 
 
 def _comparison_row(results: Results, workload: str, method: str) -> list[str]:
@@ -127,7 +128,7 @@ def profiles(results: Results) -> str:
     for k, method in enumerate(methods):
         fractions = [profile([(row[k], max(row)) for row in medians.values()], tau) for tau in TAUS if medians]
         rows.append([f"{method}, {len(medians)} workloads", *(f"{fraction:.0%}" for fraction in fractions)])
-    return _table(("method", *(f"tau = {tau:g}" for tau in TAUS)), rows if len(medians) > 1 else [])
+    return markdown_table(("method", *(f"tau = {tau:g}" for tau in TAUS)), rows if len(medians) > 1 else [])
 
 
 def profile(speeds: list[tuple[float, float]], tau: float) -> float:
@@ -148,7 +149,7 @@ def quality(results: Results) -> str:
             cells = [f"{statistics.median(fids):.2f} ({min(fids):.2f} to {max(fids):.2f})" for fids in columns]
             rows.append([workload, method, str(len(lines)), *cells])
     seeds = f"seeds (test accuracy of the features: {' and '.join(sorted(accuracies))})"
-    return _table(("workload", "method", seeds, "1/4 of the steps", "1/2", "3/4", "all"), rows)
+    return markdown_table(("workload", "method", seeds, "1/4 of the steps", "1/2", "3/4", "all"), rows)
 
 
 def paper_protocol(results: Results) -> str:
@@ -157,7 +158,7 @@ def paper_protocol(results: Results) -> str:
     for method in METHODS_ON[PAPER]:
         pairs = [list(zip(paper_runs(method, rate), paper_runs(PLAIN, rate))) for rate in PAPER_RATES]
         rows.append([method, *(_against(results, column) for column in pairs)])
-    return _table(("method", *(f"{rate:g}" for rate in PAPER_RATES)), [row for row in rows if any(row[1:])])
+    return markdown_table(("method", *(f"{rate:g}" for rate in PAPER_RATES)), [row for row in rows if any(row[1:])])
 
 
 def tuning(results: Results) -> str:
@@ -168,7 +169,7 @@ def tuning(results: Results) -> str:
         runs = [Run(workload, method, *setting) for setting in settings]
         rows.append([workload, method, *(_tuning_loss(results, run) for run in runs)])
     heads = (f"{rate:g}, {beta1:g}" for rate, beta1 in settings)
-    return _table(("workload", "method", *heads), [row for row in rows if any(row[2:])])
+    return markdown_table(("workload", "method", *heads), [row for row in rows if any(row[2:])])
 
 
 def _tuning_loss(results: Results, run: Run) -> str:
@@ -204,11 +205,6 @@ def _format_loss(loss: float) -> str:
 
 def _format_gain(gain: float) -> str:
     return f"{gain:.2f}" if gain else "not reached"
-
-
-def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-    return "\n".join(lines) if rows else "(no finished runs)"
 
 
 def draw_figure(results: Results, folder: Path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalelong_diffusers.experiments.fashion_mnist import SIZE
+from scalelong_diffusers.experiments.fashion_mnist import IMAGES, SIZE, SMALL_UNET
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.trainings import STOPPED_EARLY
 
@@ -68,10 +68,9 @@ STOP_ABOVE = {1 / 4: 2.0, 1 / 2: 1.25}
 FID_WORKLOADS, FID_SEEDS, FID_PARTS = (BASE, "patch 4"), (1, 2, 3), 4
 
 VALIDATION_STEPS = 50
-_IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
 _UVIT = {
     "_class_name": "UViTModel",
-    **_IMAGES,
+    **IMAGES,
     "patch_size": 7,
     "hidden_size": 64,
     "num_layers": 20,
@@ -79,16 +78,6 @@ _UVIT = {
 }
 # 30 classes, and one without a class.
 _SHAPES = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "patch_size": 4, "num_class_embeds": 31}
-_UNET = {
-    "_class_name": "ScaleLongUNet2DModel",
-    **_IMAGES,
-    "block_out_channels": [16, 32, 32],
-    "layers_per_block": 2,
-    "norm_num_groups": 8,
-    "attention_head_dim": 16,
-    "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
-    "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
-}
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ WORKLOADS = {
         flags={"resolution": 16, "num_shapes": 50_000},
         uses_fashion_mnist=False,
     ),
-    UNET: Workload(_UNET, steps=1_000, methods={"residual": {**_PLAIN, **_RESIDUAL_UNET}}),
+    UNET: Workload(SMALL_UNET, steps=1_000, methods={"residual": {**_PLAIN, **_RESIDUAL_UNET}}),
     PAPER: Workload(flags={"max_grad_norm": 0, **_EPS_1E_8}),
     QUICK: Workload(steps=500),
 }

@@ -43,6 +43,7 @@ from scalelong_diffusers.charts import HEIGHT, WIDTH, chart
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.fashion_mnist import SIZE, data_source
 from scalelong_diffusers.experiments.results import ResultFile
+from scalelong_diffusers.experiments.tables import markdown_table
 from scalelong_diffusers.experiments.trainings import Scheduler, exit_on_signals
 from scalelong_diffusers.models.mup import mup_scales, param_groups
 
@@ -249,7 +250,7 @@ def width_table(results: ResultFile[Check]) -> str:
             values = (slopes["output"], min(slopes.values()), max(slopes.values()))
             verdict = "passes" if not outside else f"fails ({outside} of {len(slopes)} parts)"
             rows.append([method, shown, *(f"{value:+.2f}" for value in values), verdict])
-    return _table(("method", "parametrization", "output", "lowest slope", "highest slope", "check"), rows)
+    return markdown_table(("method", "parametrization", "output", "lowest slope", "highest slope", "check"), rows)
 
 
 def depth_table(results: ResultFile[Check]) -> str:
@@ -270,7 +271,7 @@ def depth_table(results: ResultFile[Check]) -> str:
             rows.append([method, depth_rule, *cells])
     parts = ("middle block", "last block", "output")
     heads = [f"{part}, {layers} layers" for part in parts for layers in CHECKED_DEPTHS]
-    return _table(("method", "rules for the depth", *heads), rows)
+    return markdown_table(("method", "rules for the depth", *heads), rows)
 
 
 # Learning rates
@@ -419,7 +420,7 @@ def rate_table(results: ResultFile[RateRun]) -> str:
             cells[best - EXPONENTS[0]] = f"**{cells[best - EXPONENTS[0]]}**"
             depth = f"{run.layers}{' (scaled)' if run.has_base_depth else ''}"
             rows.append([method, "muP" if run.has_mup else STANDARD, str(run.width), depth, *cells])
-    return _table(("method", "", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
+    return markdown_table(("method", "", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
 
 
 # Report
@@ -432,11 +433,6 @@ def report(checks: ResultFile[Check], rates: ResultFile[RateRun]) -> str:
         sections = {"Coordinate check": width_table(checks), "Coordinate check over the depth": depth_table(checks)}
     sections["Learning rates"] = rate_table(rates)
     return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
-
-
-def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-    return "\n".join(lines) if rows else "(no finished runs)"
 
 
 def draw_figure(results: ResultFile[RateRun], method: str = "residual"):

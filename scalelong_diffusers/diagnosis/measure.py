@@ -104,7 +104,7 @@ class LargestActivations:
 @dataclass(frozen=True)
 class SkipTable:
     """
-    What the passes over all samples have measured.
+    The measured values of all samples.
 
     Args:
         values: (quantity, skip, sample) in the order of QUANTITIES.

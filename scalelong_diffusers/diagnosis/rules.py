@@ -26,7 +26,7 @@ class Rule:
         threshold: the rule applies if the figure is above it.
         advice: what to do about it.
         value: function that returns the figure of a diagnosis, None if it has not been measured.
-        words: function that describes the figure in a sentence, without its end.
+        words: function that describes the figure. The advice follows it, after a colon.
     """
 
     name: str

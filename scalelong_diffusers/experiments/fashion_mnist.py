@@ -24,6 +24,18 @@ from scalelong_diffusers.terminal import print_lines
 
 
 SIZE = 28
+# Entries of the configs of models for these images, and a small U-Net.
+IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
+SMALL_UNET = {
+    "_class_name": "ScaleLongUNet2DModel",
+    **IMAGES,
+    "block_out_channels": [16, 32, 32],
+    "layers_per_block": 2,
+    "norm_num_groups": 8,
+    "attention_head_dim": 16,
+    "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
+}
 NUM_TEST_IMAGES = 10_000
 BATCH_SIZE, EPOCHS, PEAK_RATE = 128, 12, 4e-3
 _MEAN = _STD = 0.5  # as the pixels of the training data, -1 to 1

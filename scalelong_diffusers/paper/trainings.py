@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalelong_diffusers.experiments.fashion_mnist import EPOCHS, SIZE, feature_network
+from scalelong_diffusers.experiments.fashion_mnist import EPOCHS, IMAGES, SIZE, SMALL_UNET, feature_network
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.trainings import Scheduler
 from scalelong_diffusers.models.unets import ScaleLongUNet2DModel
@@ -38,18 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ReZero": {"skip_scaling": "none", "block_scale": "rezero"},
     "reversed CS, 0.9": {"skip_scaling": "cs", "kappa": 0.9, "skip_scaling_reverse": True},
 }
-_IMAGES = {"sample_size": SIZE, "in_channels": 1, "out_channels": 1}
-_UVIT = {"_class_name": "UViTModel", **_IMAGES, "hidden_size": 64, "num_attention_heads": 4}
-_UNET = {
-    "_class_name": "ScaleLongUNet2DModel",
-    **_IMAGES,
-    "block_out_channels": [16, 32, 32],
-    "layers_per_block": 2,
-    "norm_num_groups": 8,
-    "attention_head_dim": 16,
-    "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
-    "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
-}
+_UVIT = {"_class_name": "UViTModel", **IMAGES, "hidden_size": 64, "num_attention_heads": 4}
 # The optimizer of U-ViT on CIFAR-10. All methods have the same learning rate, as in the paper. Its 2e-4 is for models
 # of eight times the width.
 _OPTIMIZER = {
@@ -88,7 +77,7 @@ class Training:
     def model(self) -> dict[str, Any]:
         """The config of the model."""
         if self.architecture == UNET:
-            return _UNET
+            return SMALL_UNET
         scale = {name: value for name, value in METHODS[self.method].items() if name == "block_scale"}
         return {**_UVIT, "num_layers": self.layers, "patch_size": self.patch_size, **scale}
 

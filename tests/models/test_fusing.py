@@ -40,18 +40,23 @@ def trained_uvit():
     return model, {"sample": torch.randn(2, 3, 8, 8).double(), "timestep": 10}
 
 
-@pytest.mark.parametrize("config", CONSTANT, ids=str)
-def test_fused_model_is_plain_and_computes_the_same(case, config):
-    model = case.build_scaled(config).double()
-    if case.name not in LINEAR:
-        before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        for move in (fuse_skip_scaling, lambda model: apply_skip_scaling(model, "inv_sqrt2", preserve_output=True)):
-            with pytest.raises(UserError, match=r"factors cannot move into the weights of this .* is not linear"):
-                move(model)
-        assert model.config.skip_scaling["method"] != "inv_sqrt2"
-        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+def test_refuses_models_that_read_their_skips_behind_a_norm(case):
+    if case.name in LINEAR:
         return
-    inputs = double(case.make_inputs())
+    model = case.build_scaled("cs")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for move in (fuse_skip_scaling, lambda model: apply_skip_scaling(model, "inv_sqrt2", preserve_output=True)):
+        with pytest.raises(UserError, match=r"factors cannot move into the weights of this .* is not linear"):
+            move(model)
+    assert model.config.skip_scaling["method"] == "cs"
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("config", CONSTANT, ids=str)
+def test_fused_model_is_plain_and_computes_the_same(cases, name, config):
+    case = cases[name]
+    model, inputs = case.build_scaled(config).double(), double(case.make_inputs())
     scaled = output(model, inputs)
     fused = fuse_skip_scaling(model)
     assert type(fused) is case.plain_class

@@ -48,7 +48,7 @@ def test_features_are_the_outputs_of_the_decoder_blocks():
 @pytest.mark.parametrize("factors", [[1.0] * 4, [1.0, 0.7, 0.49], [0.0, 0.0]])
 @pytest.mark.parametrize("gain", [1.0, 2.0])
 def test_energies_have_the_expectation_of_theorem_31(factors, gain):
-    """With blocks that keep the norm, E|h_i|^2 = (S_i + 1)|x|^2: c_1 = 1 and c_2 = |x|^2."""
+    """Check that blocks that keep the norm give E|h_i|^2 = (S_i + 1)|x|^2: c_1 = 1 and c_2 = |x|^2."""
     drawn = networks(factors, draws=2_000, width=32, last_gain=gain)
     x = torch.randn(2_000, 32, generator=torch.Generator().manual_seed(1))
     energy = x.square().sum(1)
@@ -106,7 +106,7 @@ def test_statistics_are_repeatable_and_depend_on_the_seed():
 
 
 def test_layer_norm_keeps_features_level():
-    """What Theorem 3.1 predicts for the sum does not happen with a norm in front of each block."""
+    """Check that the prediction of Theorem 3.1 for the sum fails with a norm in front of each block."""
     plain, normed = (
         [measure(Draws(n, last_gain=1.0, norm=norm, width=32, count=100))["features"][0][0] for n in (2, 12)]
         for norm in ("none", "LayerNorm")
