@@ -114,7 +114,6 @@ def test_scheduler_adds_gates_features_and_fid(monkeypatch, tmp_path):
     monkeypatch.setattr(trainings, "feature_network", network)
     workspace = Workspace(tmp_path, "nowhere")
     workspace.fashion_mnist = {"num_shapes": 60}
-    monkeypatch.setattr(trainings, "_IMAGES", {**trainings._IMAGES, "in_channels": 3})
     monkeypatch.setattr(trainings, "_UVIT", {**trainings._UVIT, "in_channels": 3, "out_channels": 3})
     results = ResultFile(tmp_path / "trainings.jsonl", Training)
     run = shortened(Training("LS"))
