@@ -25,14 +25,14 @@ from training import make_run, our_step
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, UViTModel
 from scalelong_diffusers.diagnosis.measure import Samples, measure_skips, spread_positions
 from scalelong_diffusers.diagnosis.report import diagnose
-from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.noise import BetaProcess
 from scalelong_diffusers.training import TrainingRun
 
 
 EVERY = 500
 # The step before: the next one is measured if it is a multiple of EVERY.
 STEPS = {"plain": 10, "measured": EVERY - 1}
-NOISING = NoiseProcess.from_options("linear", "epsilon", continuous=False, snr_gamma=None)
+NOISING = BetaProcess()
 
 
 def main():

@@ -11,8 +11,8 @@ from measure import paired_ratio, paired_times
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
 from scalelong_diffusers.models.uvit import UViTModel
+from scalelong_diffusers.noise import BetaProcess
 from scalelong_diffusers.train import precompute_latents
-from scalelong_diffusers.training import NoiseProcess
 from scalelong_diffusers.training.latents import encode_images
 
 
@@ -30,7 +30,7 @@ MODEL = {"sample_size": RESOLUTION // 8, "patch_size": 2, "in_channels": 4, "hid
 
 def step_of(data: TrainingData, vae: AutoencoderKL, model: UViTModel) -> Callable[[], None]:
     """Return a function that trains one step: data, latents, noise, model, loss, optimizer."""
-    process = NoiseProcess.from_options("linear", "epsilon", continuous=False, snr_gamma=None)
+    process = BetaProcess()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches: Iterator = iter(data.train.batches(BATCH_SIZE))
 

@@ -21,7 +21,9 @@ from scalelong_diffusers.pipelines.compatibility import (
     check_schedule,
     check_scheduler,
     check_size,
+    initial_noise_scale,
     required_conditions,
+    scale_model_input,
     set_timesteps,
     size_multiple,
     unwrap_model,
@@ -182,7 +184,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
     ) -> torch.Tensor:
         """Return the model output for the scheduler's step, with guidance applied."""
         guided = self.do_classifier_free_guidance
-        sample = self.scheduler.scale_model_input(torch.cat([latents] * 2) if guided else latents, t)
+        sample = scale_model_input(self.scheduler, torch.cat([latents] * 2) if guided else latents, t)
         arguments = {} if self._condition_argument is None else {self._condition_argument: condition}
         if not isinstance(unwrap_model(self.unet), UNet2DModel):
             arguments.setdefault("encoder_hidden_states", None)  # a UNet2DConditionModel requires the argument
@@ -225,7 +227,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
             latents = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=model.dtype)
         elif tuple(latents.shape) != shape:
             raise UserError(f"latents must have shape {shape}, got {tuple(latents.shape)}")
-        return latents.to(self._execution_device, model.dtype) * self.scheduler.init_noise_sigma
+        return latents.to(self._execution_device, model.dtype) * initial_noise_scale(self.scheduler)
 
     @check_arguments
     def image_size(self, height: Side = None, width: Side = None, batch_size: int = 1) -> tuple[int, int]:

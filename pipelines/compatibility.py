@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from diffusers import (
     AsymmetricAutoencoderKL,
     AutoencoderKL,
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
+from scalelong_diffusers.noise import FLOW_SCHEDULERS
 
 
 # `from_pipe` reuses a component only if its exact class is in the signature of the new pipeline, so all are listed.
@@ -116,6 +118,17 @@ def set_timesteps(scheduler: SchedulerMixin, num_inference_steps: int):
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is not None and scheduler.order == 1 and not sigmas[:-1].diff().all():
         raise UserError(f"num_inference_steps must be at most {limit - 1} for this {name}, got {num_inference_steps}")
+
+
+def scale_model_input(scheduler: SchedulerMixin, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    """Return the model's input for a noisy sample. Schedulers of flow matching take the sample itself."""
+    is_flow = isinstance(scheduler, FLOW_SCHEDULERS)
+    return sample if is_flow else scheduler.scale_model_input(sample, timestep)
+
+
+def initial_noise_scale(scheduler: SchedulerMixin) -> float:
+    """Return the standard deviation of the noise that sampling starts from."""
+    return 1.0 if isinstance(scheduler, FLOW_SCHEDULERS) else scheduler.init_noise_sigma
 
 
 def check_schedule(scheduler: SchedulerMixin, given: Mapping[str, Sequence[float]]):

@@ -20,6 +20,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, remove_leftovers, write_json
 from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.locks import locked
+from scalelong_diffusers.noise import EDM_SCHEDULERS, FLOW_SCHEDULERS
 from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import MAX_SIDE, MAX_STEPS, SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
@@ -43,6 +44,12 @@ SCHEDULERS = {
     "pndm": ("PNDMScheduler", {}),
     "unipc": ("UniPCMultistepScheduler", {}),
 }
+# The schedulers of models that were trained without betas.
+FLOW_MATCHING_SCHEDULERS = {
+    "euler": ("FlowMatchEulerDiscreteScheduler", {}),
+    "heun": ("FlowMatchHeunDiscreteScheduler", {}),
+}
+PRECONDITIONED_SCHEDULERS = {"dpm++": ("EDMDPMSolverMultistepScheduler", {}), "euler": ("EDMEulerScheduler", {})}
 GRID_IMAGES = 64
 MAX_IMAGES = 10_000_000
 # Files next to the images: their settings and a grid of them.
@@ -179,10 +186,18 @@ def choose_device(name: str | None) -> torch.device:
 
 def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
     """Return a scheduler with the noise schedule of the current one, which the model was trained with."""
-    class_name, changes = SCHEDULERS[name]
-    if "beta_schedule" not in current.config:
-        own = type(current).__name__
-        raise UserError(f"scheduler {name!r} needs a beta schedule, which the model's own {own} does not have")
+    accepted = {}
+    if isinstance(current, FLOW_SCHEDULERS):
+        accepted = FLOW_MATCHING_SCHEDULERS
+    elif isinstance(current, EDM_SCHEDULERS):
+        accepted = PRECONDITIONED_SCHEDULERS
+    elif "beta_schedule" in current.config:
+        accepted = SCHEDULERS
+    if name not in accepted:
+        own = f"the model's own {type(current).__name__}"
+        other = f"; it can be replaced by {' or '.join(accepted)}" if accepted else ""
+        raise UserError(f"scheduler {name!r} needs a beta schedule, which {own} does not have{other}")
+    class_name, changes = accepted[name]
     return getattr(diffusers, class_name).from_config(current.config, **changes)
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler
 
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.noise import BETA_SCHEDULES, PREDICTION_TYPES
+from scalelong_diffusers.noise import BETA_PREDICTION_TYPES, BETA_SCHEDULES, NoiseProcess, noise_process
 from scalelong_diffusers.presets import get_preset
-from scalelong_diffusers.training import NoiseProcess, TrainingConfig, make_config
+from scalelong_diffusers.training import TrainingConfig, make_config
 
 
 CLEAN, NOISE = torch.randn(2, 7, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -16,15 +16,12 @@ STEPS = torch.tensor([0, 1, 10, 250, 500, 998, 999])
 
 def process_of(**options) -> NoiseProcess:
     config = make_config(TrainingConfig, **options)
-    noise = config.noise
-    return NoiseProcess.from_options(
-        noise.ddpm_beta_schedule, noise.prediction_type, noise.continuous_time, config.optimization.snr_gamma
-    )
+    return noise_process(config.noise, config.optimization.snr_gamma)
 
 
 def test_equals_the_scheduler_that_samples():
     for schedule in BETA_SCHEDULES:
-        for prediction_type in PREDICTION_TYPES:
+        for prediction_type in BETA_PREDICTION_TYPES:
             process = process_of(ddpm_beta_schedule=schedule, prediction_type=prediction_type)
             scheduler = DDPMScheduler(
                 beta_schedule=schedule, prediction_type=prediction_type, **BETA_SCHEDULES[schedule]
@@ -79,7 +76,7 @@ def test_preset_shows_999_t_to_the_network():
     torch.testing.assert_close(shown, 999 * t, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
+@pytest.mark.parametrize("prediction_type", BETA_PREDICTION_TYPES)
 def test_min_snr_weights_the_error_of_x(prediction_type):
     """The weighted loss of every prediction type is min(SNR, gamma) times the squared error of x."""
     process = process_of(prediction_type=prediction_type, snr_gamma=5)
@@ -99,3 +96,82 @@ def test_min_snr_weights_the_error_of_x(prediction_type):
 
 def test_weights_are_equal_without_gamma():
     assert process_of().weights(STEPS).tolist() == [1] * 7
+
+
+UNIFORM = (torch.arange(1000) + 0.5) / 1000
+
+
+def test_flow_equals_the_scheduler_that_samples():
+    process = process_of(prediction_type="flow", flow_shift=3.0)
+    scheduler = process.sampling_scheduler()
+    assert scheduler.config.shift == 3
+    timesteps = scheduler.timesteps[torch.tensor([0, 1, 10, 250, 500, 998, 999])]
+    noisy = process.add_noise(CLEAN, NOISE, timesteps)
+    torch.testing.assert_close(noisy, FlowMatchEulerDiscreteScheduler(shift=3.0).scale_noise(CLEAN, timesteps, NOISE))
+    sigmas = (timesteps / 1000).view(-1, 1, 1, 1)
+    torch.testing.assert_close(noisy - sigmas * process.target(CLEAN, NOISE, timesteps), CLEAN)
+
+
+def test_times_of_flow():
+    """The shift and the logit-normal distribution, against their definitions."""
+    times = process_of(prediction_type="flow").timesteps(UNIFORM) / 1000
+    torch.testing.assert_close(times, UNIFORM)
+    shifted = process_of(prediction_type="flow", flow_shift=3.0).timesteps(UNIFORM) / 1000
+    torch.testing.assert_close(shifted, 3 * UNIFORM / (1 + 2 * UNIFORM))
+    options = {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 2.0}
+    logits = (process_of(prediction_type="flow", **options).timesteps(UNIFORM) / 1000).logit()
+    assert logits.mean() == pytest.approx(0.5, abs=0.01) and logits.std() == pytest.approx(2, abs=0.02)
+
+
+def test_edm_equals_the_scheduler_that_samples():
+    process = process_of(prediction_type="edm", edm_sigma_data=0.7)
+    scheduler = EDMEulerScheduler(sigma_data=0.7)
+    sigmas = torch.tensor([0.002, 0.01, 0.1, 0.5, 1.0, 10.0, 80.0]).view(-1, 1, 1, 1)
+    timesteps = scheduler.precondition_noise(sigmas).flatten()
+    noisy = CLEAN + sigmas * NOISE
+    torch.testing.assert_close(
+        process.add_noise(CLEAN, NOISE, timesteps), scheduler.precondition_inputs(noisy, sigmas)
+    )
+    target = process.target(CLEAN, NOISE, timesteps)
+    torch.testing.assert_close(scheduler.precondition_outputs(noisy, target, sigmas), CLEAN)
+    assert process.sampling_scheduler().config.sigma_data == 0.7
+
+
+def test_sigmas_of_edm_are_log_normal():
+    options = {"edm_p_mean": -0.4, "edm_p_std": 0.8}
+    timesteps = process_of(prediction_type="edm", **options).timesteps(UNIFORM)
+    assert (4 * timesteps).mean() == pytest.approx(-0.4, abs=1e-3)
+    assert (4 * timesteps).std() == pytest.approx(0.8, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{"weighting_scheme": "logit_normal"}, {"flow_shift": 0.3}, {}])
+def test_timesteps_rise_with_the_noise_and_are_finite(options):
+    """Validation counts tenths of [0, 1) as tenths of the noise levels."""
+    for prediction_type in ("flow", "edm"):
+        process = process_of(prediction_type=prediction_type, **(options if prediction_type == "flow" else {}))
+        timesteps = process.timesteps(torch.tensor([0.0, 0.1, 0.5, 0.9, 1 - 2**-24]))
+        assert timesteps.isfinite().all() and (timesteps.diff() > 0).all()
+        assert process.weights(timesteps).tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prediction_type": "flow", "continuous_time": True}, "continuous_time True has no effect with .* flow"),
+        ({"prediction_type": "edm", "flow_shift": 2.0}, "flow_shift 2.0 has no effect with prediction_type edm"),
+        ({"edm_p_mean": 0.0}, "edm_p_mean 0.0 has no effect with prediction_type epsilon"),
+        ({"prediction_type": "flow", "snr_gamma": 5.0}, "snr_gamma 5.0 has no effect with prediction_type flow"),
+        ({"prediction_type": "flow", "flow_shift": 0.0}, "flow_shift must be above 0"),
+        ({"prediction_type": "edm", "edm_sigma_data": -1.0}, "edm_sigma_data must be above 0"),
+        ({"prediction_type": "flows"}, "prediction_type must be .*flow"),
+    ],
+)
+def test_options_of_another_process_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        process_of(**options)
+
+
+def test_preset_with_another_process():
+    process = process_of(preset="cifar10-uvit-s-2", prediction_type="flow")
+    torch.testing.assert_close(process.timesteps(UNIFORM), 1000 * UNIFORM)
+    assert process_of(preset="cifar10-uvit-s-2", prediction_type="v_prediction").continuous

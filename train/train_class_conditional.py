@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers import ScaleLongClassConditionalPipeline
@@ -57,7 +56,7 @@ def train(config: ClassConditionalConfig):
         return noising.weights(timesteps) * losses
 
     def pipeline() -> ScaleLongClassConditionalPipeline:
-        scheduler = DPMSolverMultistepScheduler.from_config(noising.scheduler.config)
+        scheduler = noising.sampling_scheduler()
         pipe = ScaleLongClassConditionalPipeline(
             unet, scheduler, vae, data.class_names, null_class, latent_scale=config.model.latent_scale
         )

@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline
@@ -67,7 +66,7 @@ def train(config: TextToImageConfig):
         return noising.weights(timesteps) * losses
 
     def pipeline() -> ScaleLongTextToImagePipeline:
-        scheduler = DPMSolverMultistepScheduler.from_config(noising.scheduler.config)
+        scheduler = noising.sampling_scheduler()
         pipe = ScaleLongTextToImagePipeline(
             unet, scheduler, text_encoder, tokenizer, vae, latent_scale=config.model.latent_scale
         )

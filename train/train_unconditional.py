@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline
@@ -38,7 +37,7 @@ def train(config: TrainingConfig):
         return noising.weights(timesteps) * losses
 
     def pipeline() -> ScaleLongUnconditionalPipeline:
-        scheduler = DPMSolverMultistepScheduler.from_config(noising.scheduler.config)
+        scheduler = noising.sampling_scheduler()
         pipe = ScaleLongUnconditionalPipeline(unet, scheduler, vae, latent_scale=config.model.latent_scale)
         pipe.set_progress_bar_config(disable=True)
         return pipe

@@ -20,7 +20,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import scaled_class_by_name
-from scalelong_diffusers.noise import NoiseConfig, NoiseProcess, training_schedule
+from scalelong_diffusers.noise import NoiseConfig, NoiseProcess, noise_process, trained_process
 from scalelong_diffusers.options import build_config, options_of
 from scalelong_diffusers.pipelines.compatibility import check_size, required_conditions, size_multiple, vae_factor
 from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline
@@ -77,7 +77,7 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
 def _from_pipeline(pipe: DiffusionPipeline, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Subject:
     flags = {flag for flag, _, _ in options_of(NoiseConfig)}
     is_set = flags & {**settings, **given}.keys()
-    noising = _noise_process({**settings, **given}) if is_set else NoiseProcess(training_schedule(pipe).config)
+    noising = _noise_process({**settings, **given}) if is_set else trained_process(pipe)
     captions = None
     if isinstance(pipe, ScaleLongTextToImagePipeline) and pipe.text_encoder is not None:
         captions = CaptionEncoder(pipe.text_encoder, pipe.tokenizer, pipe.unet)
@@ -85,8 +85,7 @@ def _from_pipeline(pipe: DiffusionPipeline, settings: Mapping[str, Any], given: 
 
 
 def _noise_process(values: Mapping[str, Any]) -> NoiseProcess:
-    noise = build_config(NoiseConfig, values)
-    return NoiseProcess.from_options(noise.ddpm_beta_schedule, noise.prediction_type, noise.continuous_time, None)
+    return noise_process(build_config(NoiseConfig, values))
 
 
 def _model_folder(source: str) -> str:

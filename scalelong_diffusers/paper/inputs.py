@@ -8,7 +8,7 @@ import torch
 
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.data.training_data import load_training_data
-from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.noise import BetaProcess
 from scalelong_diffusers.paper.experiment import Workspace
 from scalelong_diffusers.randomness import generator_for
 
@@ -46,7 +46,7 @@ def measure(inputs: NoisyInputs, workspace: Workspace) -> dict[str, Any]:
     `noise_ratio` is the mean of |eps|^2 / |x_t|^2, and `below_5` the fraction below 5. `quantiles` has percent, energy
     and noise ratio.
     """
-    noising = NoiseProcess.from_options("linear", "epsilon", False, None)
+    noising = BetaProcess()
     columns = []
     for number, clean in enumerate(_images(inputs, workspace)):
         generator = generator_for(inputs.seed, "paper's inputs", number)
@@ -74,7 +74,7 @@ def expected_energy(clean: float = 1 / 3) -> float:
 
     It is 1 - E_t[abar_t] (1 - E|x_0|^2 / m), and with x_0 ~ U[-1, 1] 1 - 2 E_t[abar_t] / 3 (equation 5).
     """
-    mean_alpha = NoiseProcess.from_options("linear", "epsilon", False, None).scheduler.alphas_cumprod.double().mean()
+    mean_alpha = BetaProcess().scheduler.alphas_cumprod.double().mean()
     return 1 - mean_alpha.item() * (1 - clean)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.noise import BetaProcess
 from scalelong_diffusers.paper.network import Join, Norm, PaperNetworks, expected_energies
 from scalelong_diffusers.randomness import generator_for
 from scalelong_diffusers.scaling.factors import skip_factors
@@ -104,7 +104,7 @@ def _batches(draws: Draws) -> Iterator[tuple[PaperNetworks, torch.Tensor, torch.
 
     x_0 is uniform in [-1, 1], as in Lemma 3.2.
     """
-    noising = NoiseProcess.from_options("linear", "epsilon", False, None)
+    noising = BetaProcess()
     together = max(_ENTRIES_AT_A_TIME // draws.width**2, 1)
     for first in range(0, draws.count, together):
         count = min(together, draws.count - first)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from diffusers import DPMSolverMultistepScheduler
 from torch import nn
 
 from scalelong_diffusers.models.uvit import UViTModel
@@ -51,7 +50,7 @@ def train(config: FigureConfig):
         return F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3))
 
     def pipeline() -> ScaleLongUnconditionalPipeline:
-        scheduler = DPMSolverMultistepScheduler.from_config(noising.scheduler.config)
+        scheduler = noising.sampling_scheduler()
         pipe = ScaleLongUnconditionalPipeline(unet, scheduler)
         pipe.set_progress_bar_config(disable=True)
         return pipe

@@ -13,7 +13,7 @@ from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.download import check_repo_id
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.skip_init import SKIP_INITS
-from scalelong_diffusers.noise import NoiseConfig
+from scalelong_diffusers.noise import OPTIONS_OF, NoiseConfig
 from scalelong_diffusers.options import (
     ArgumentParser,
     add_options,
@@ -329,7 +329,8 @@ class TrainingConfig(RunConfig):
         implied = dict(preset.training)
         if values.get("train_batch_size") is not None:
             implied.pop("total_batch_size", None)
-        return implied
+        used = OPTIONS_OF.get(values.get("prediction_type"), implied)
+        return {flag: value for flag, value in implied.items() if flag in used or flag not in OPTIONS_OF["epsilon"]}
 
 
 Config = TypeVar("Config", bound=RunConfig)

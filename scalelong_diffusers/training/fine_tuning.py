@@ -17,7 +17,7 @@ from scalelong_diffusers.data.config import MAX_RESOLUTION, MAX_SHAPES
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import adapter_names
 from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scaling
-from scalelong_diffusers.noise import NoiseProcess, training_schedule
+from scalelong_diffusers.noise import FlowProcess, NoiseProcess, trained_process
 from scalelong_diffusers.options import option
 from scalelong_diffusers.patching import apply_skip_scaling, set_skip_scaling_strength
 from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
@@ -99,7 +99,11 @@ class FineTuning:
 
     def noise_process(self) -> NoiseProcess:
         """Return the noise process that the pipeline was trained with."""
-        return NoiseProcess(training_schedule(self.pipe).config, snr_gamma=self.config.optimization.snr_gamma)
+        process = trained_process(self.pipe, self.config.optimization.snr_gamma)
+        if isinstance(process, FlowProcess):
+            name = type(self.pipe.scheduler).__name__
+            raise UserError(f"a {type(self.pipe).__name__} cannot sample with {name}: set another pipe.scheduler")
+        return process
 
     def start(self):
         """Scale the U-Net without changing its first output, and start the run."""

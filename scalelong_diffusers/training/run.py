@@ -27,7 +27,7 @@ from scalelong_diffusers.files import remove_leftovers, write_json
 from scalelong_diffusers.locks import FolderLock
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
-from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.noise import NoiseProcess, noise_process
 from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
@@ -158,10 +158,7 @@ class TrainingRun:
 
     def noise_process(self) -> NoiseProcess:
         """Return the noise process of the config."""
-        noise = self.config.noise
-        return NoiseProcess.from_options(
-            noise.ddpm_beta_schedule, noise.prediction_type, noise.continuous_time, self.config.optimization.snr_gamma
-        )
+        return noise_process(self.config.noise, self.config.optimization.snr_gamma)
 
     def start(
         self,

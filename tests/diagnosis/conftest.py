@@ -5,12 +5,12 @@ import torch
 
 from scalelong_diffusers import UViTModel
 from scalelong_diffusers.diagnosis.measure import Samples, spread_positions
-from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.noise import BetaProcess, NoiseProcess
 
 
 @pytest.fixture
 def noising() -> NoiseProcess:
-    return NoiseProcess.from_options("linear", "epsilon", continuous=False, snr_gamma=None)
+    return BetaProcess()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, apply_skip_scaling, load_adapter
 from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.noise import training_schedule
+from scalelong_diffusers.noise import trained_process
 from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
 from scalelong_diffusers.training import fine_tuning
 from scalelong_diffusers.training.stable_diffusion import (
@@ -88,7 +88,7 @@ def first_batch():
 def stock_loss(folder, noise_offset=0.0, snr_gamma=None, without_captions=False):
     """Return the loss of the first batch, with diffusers' own classes."""
     pipe, batch = load_stable_diffusion(folder), first_batch()
-    schedule = training_schedule(pipe)
+    schedule = trained_process(pipe).scheduler
     with torch.no_grad():
         moments = pipe.vae.encode(batch["pixel_values"]).latent_dist
         latents = moments.mean + moments.std * batch.normal_like(moments.mean, "latents")

@@ -10,7 +10,7 @@ import torch
 from fake_cuda import DEVICE, fake_cuda
 
 from scalelong_diffusers import ScaleLongTextToImagePipeline, UserError, apply_skip_scaling
-from scalelong_diffusers.noise import training_schedule
+from scalelong_diffusers.noise import EDMProcess, FlowProcess, trained_process
 from scalelong_diffusers.training.stable_diffusion import (
     check_stable_diffusion,
     encode_tokens,
@@ -220,7 +220,7 @@ class TestEncoding:
 class TestSchedule:
     def test_equals_the_schedule_of_the_pipeline(self, pipe, kind, caplog):
         with caplog.at_level(logging.WARNING):
-            schedule = training_schedule(pipe)
+            schedule = trained_process(pipe).scheduler
         assert not caplog.records
         assert type(schedule) is diffusers.DDPMScheduler
         torch.testing.assert_close(schedule.alphas_cumprod, pipe.scheduler.alphas_cumprod)
@@ -230,14 +230,25 @@ class TestSchedule:
     def test_custom_betas(self, build_kind):
         pipe = build_kind("sd1")
         pipe.scheduler = diffusers.DDIMScheduler(trained_betas=np.linspace(0.1, 0.2, 10), num_train_timesteps=10)
-        torch.testing.assert_close(training_schedule(pipe).betas, pipe.scheduler.betas)
+        torch.testing.assert_close(trained_process(pipe).scheduler.betas, pipe.scheduler.betas)
+
+    def test_processes_without_betas(self, build_kind):
+        pipe = build_kind("sd1")
+        pipe.scheduler = diffusers.EDMDPMSolverMultistepScheduler(sigma_data=0.8)
+        process = trained_process(pipe)
+        assert isinstance(process, EDMProcess) and process.sigma_data == 0.8
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3)
+        process = trained_process(pipe)
+        assert isinstance(process, FlowProcess) and process.shift == 3
+        with pytest.raises(UserError, match="snr_gamma 5 has no effect with prediction_type flow"):
+            trained_process(pipe, snr_gamma=5)
 
     @pytest.mark.parametrize(
         ("scheduler", "message"),
         [
             (
-                diffusers.FlowMatchEulerDiscreteScheduler(),
-                "FlowMatchEulerDiscreteScheduler cannot train a Stable Diffusion, which needs betas",
+                diffusers.EDMEulerScheduler(prediction_type="v_prediction"),
+                "cannot train with EDMEulerScheduler, which needs betas",
             ),
             (
                 diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
@@ -249,4 +260,4 @@ class TestSchedule:
         pipe = build_kind("sd1")
         pipe.scheduler = scheduler
         with pytest.raises(UserError, match=message):
-            training_schedule(pipe)
+            trained_process(pipe)
