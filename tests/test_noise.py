@@ -120,7 +120,8 @@ def test_times_of_flow():
     torch.testing.assert_close(shifted, 3 * UNIFORM / (1 + 2 * UNIFORM))
     options = {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 2.0}
     logits = (process_of(prediction_type="flow", **options).timesteps(UNIFORM) / 1000).logit()
-    assert logits.mean() == pytest.approx(0.5, abs=0.01) and logits.std() == pytest.approx(2, abs=0.02)
+    assert logits.mean() == pytest.approx(0.5, abs=0.01)
+    assert logits.std() == pytest.approx(2, abs=0.02)
 
 
 def test_edm_equals_the_scheduler_that_samples():
@@ -150,7 +151,8 @@ def test_timesteps_rise_with_the_noise_and_are_finite(options):
     for prediction_type in ("flow", "edm"):
         process = process_of(prediction_type=prediction_type, **(options if prediction_type == "flow" else {}))
         timesteps = process.timesteps(torch.tensor([0.0, 0.1, 0.5, 0.9, 1 - 2**-24]))
-        assert timesteps.isfinite().all() and (timesteps.diff() > 0).all()
+        assert timesteps.isfinite().all()
+        assert (timesteps.diff() > 0).all()
         assert process.weights(timesteps).tolist() == [1] * 5
 
 
@@ -161,8 +163,8 @@ def test_timesteps_rise_with_the_noise_and_are_finite(options):
         ({"prediction_type": "edm", "flow_shift": 2.0}, "flow_shift 2.0 has no effect with prediction_type edm"),
         ({"edm_p_mean": 0.0}, "edm_p_mean 0.0 has no effect with prediction_type epsilon"),
         ({"prediction_type": "flow", "snr_gamma": 5.0}, "snr_gamma 5.0 has no effect with prediction_type flow"),
-        ({"prediction_type": "flow", "flow_shift": 0.0}, "flow_shift must be above 0"),
-        ({"prediction_type": "edm", "edm_sigma_data": -1.0}, "edm_sigma_data must be above 0"),
+        ({"prediction_type": "flow", "flow_shift": 0.0}, "flow_shift must be a number, above 0"),
+        ({"prediction_type": "edm", "edm_sigma_data": -1.0}, "edm_sigma_data must be a number, above 0"),
         ({"prediction_type": "flows"}, "prediction_type must be .*flow"),
     ],
 )

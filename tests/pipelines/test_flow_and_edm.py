@@ -20,7 +20,7 @@ class Oracle(UViTModel):
         timesteps = torch.as_tensor(timestep).expand(len(sample))
         alpha, sigma = self.process._alpha_sigma_like(sample, timesteps)
         noise = (sample - alpha * IMAGE) / sigma
-        assert noise.std() < 1.5  # the model sees what it was trained on
+        assert noise.std() < 1.5  # the input is noised as in training
         return (self.process.target(IMAGE, noise, timesteps),)
 
 

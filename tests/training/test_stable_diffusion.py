@@ -236,10 +236,12 @@ class TestSchedule:
         pipe = build_kind("sd1")
         pipe.scheduler = diffusers.EDMDPMSolverMultistepScheduler(sigma_data=0.8)
         process = trained_process(pipe)
-        assert isinstance(process, EDMProcess) and process.sigma_data == 0.8
+        assert isinstance(process, EDMProcess)
+        assert process.sigma_data == 0.8
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3)
         process = trained_process(pipe)
-        assert isinstance(process, FlowProcess) and process.shift == 3
+        assert isinstance(process, FlowProcess)
+        assert process.shift == 3
         with pytest.raises(UserError, match="snr_gamma 5 has no effect with prediction_type flow"):
             trained_process(pipe, snr_gamma=5)
 
