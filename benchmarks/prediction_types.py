@@ -11,7 +11,7 @@ The protocol, fixed before the first run:
   scheduler that the script saves, with the features of a small ResNet that learned the labels (fashion_mnist.py).
 - Shapes: a U-Net with classes on the package's built-in shapes at 16 x 16 pixels, for 2,000 steps with batches of 64.
   The pixels of 120 samples, four per class, with 25 steps and a guidance scale of 2, tell whether color and shape are
-  the ones asked for.
+  the requested ones.
 - Kinds: KINDS below. "edm, timestep as is" gives the U-ViT EDM's timesteps log(sigma) / 4 without the scale and offset
   that the scripts set, as users of U-ViT did who reported that it "does not work".
 - Two seeds. Losses of different kinds cannot be compared, so only samples count.

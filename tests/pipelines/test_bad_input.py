@@ -100,7 +100,6 @@ class TestSchedulers:
         for name, config, message in (
             ("RePaintScheduler", {}, "missing 2 required positional arguments: 'original_image' and 'mask'"),
             ("VQDiffusionScheduler", {"num_vec_classes": 4}, "no attribute 'init_noise_sigma'"),
-            ("FlowMatchEulerDiscreteScheduler", {}, "no attribute 'init_noise_sigma'"),
         ):
             pipes["nothing"].scheduler = getattr(diffusers, name)(**config)
             with pytest.raises((AttributeError, TypeError), match=message):

@@ -44,6 +44,14 @@ ALTERNATIVES = [
     },
     {"skip_scaling": "mp_cat", "skip_scaling_balance": 0.25},
     {"diagnose_steps": 7},
+    {
+        "prediction_type": "flow",
+        "weighting_scheme": "logit_normal",
+        "logit_mean": 0.5,
+        "logit_std": 2.0,
+        "flow_shift": 3.0,
+    },
+    {"prediction_type": "edm", "edm_sigma_data": 0.7, "edm_p_mean": 0.0, "edm_p_std": 1.0},
 ]  # fmt: skip
 
 
@@ -74,7 +82,7 @@ def words_of(values) -> list[str]:
 
 def option_groups(config_class):
     """Yield values by flag. Together they have a value for each option that is not its default."""
-    skipped = {flag for group in ALTERNATIVES for flag in group} - {"skip_scaling"} | {"preset"}
+    skipped = {flag for group in ALTERNATIVES for flag in group} - {"skip_scaling", "prediction_type"} | {"preset"}
     options = list(options_of(config_class))
     yield {flag: other_value(flag, *rest) for flag, *rest in options if flag not in skipped} | {"skip_scaling": "cs"}
     flags = {flag for flag, _, _ in options}

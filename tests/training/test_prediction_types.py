@@ -76,7 +76,7 @@ def test_command_line_samples_and_refuses(run, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_diagnose_reads_the_process(run, capsys):
-    folder, kind = run
+    folder, _ = run
     assert not scalelong(["diagnose", str(folder), "--num_images", "8", "--json"])
     skips = json.loads(capsys.readouterr().out)["skips"]
     assert len(skips) == 2
