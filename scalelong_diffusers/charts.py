@@ -20,9 +20,10 @@ def chart(
     labels: dict[str, str] | None = None,
     thin: dict[str, list[Curve]] | None = None,
     axis: str = "training step",
+    linear: bool = False,
 ) -> str:
     """
-    Return the content of an `svg` element with a view box of WIDTH x HEIGHT and a logarithmic value axis.
+    Return the content of an `svg` element with a view box of WIDTH x HEIGHT.
 
     Args:
         curves: curves by the class that styles them. The style sheet also styles `text` and the class "axis".
@@ -32,24 +33,26 @@ def chart(
         labels: text at the end of a curve, by class.
         thin: more curves by class, drawn behind the others. They also have the class "thin".
         axis: name of the horizontal axis.
+        linear: draw a linear value axis. The default is logarithmic.
     """
+    on_axis = float if linear else math.log10
     lines = [(style, curve) for style, several in (thin or {}).items() for curve in several]
     lines = [(f"thin {style}", curve) for style, curve in lines] + list(curves.items())
     last = max(step for _, curve in lines for step, _ in curve)
-    values = [math.log10(value) for _, curve in lines for _, value in curve]
+    values = [on_axis(value) for _, curve in lines for _, value in curve]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
 
     def x(step: float) -> float:
         return _LEFT + (WIDTH - _LEFT - right) * (step - first) / (last - first)
 
-    def y(logarithm: float) -> float:
-        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - logarithm) / span
+    def y(value: float) -> float:
+        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - on_axis(value)) / span
 
     base = HEIGHT - _BOTTOM
     parts = [f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{base}" y2="{base}"/>']
-    for level in round_values(10**low, 10**high):
-        height = y(math.log10(level))
+    for level in even_values(low, high) if linear else round_values(10**low, 10**high):
+        height = y(level)
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{height:.1f}" y2="{height:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{level:g}</text>')
     for k in range(5):
@@ -61,10 +64,10 @@ def chart(
         f'<text x="{(_LEFT + WIDTH - right) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{html.escape(axis)}</text>'
     )
     for style, curve in lines:
-        points = " ".join(f"{x(step):.1f},{y(math.log10(value)):.1f}" for step, value in curve)
+        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
         parts.append(f'<polyline class="curve {style}" points="{points}"/>')
     if labels:
-        ends = {style: y(math.log10(curves[style][-1][1])) for style in labels}
+        ends = {style: y(curves[style][-1][1]) for style in labels}
         for style, height in _apart(ends).items():
             position = f'x="{WIDTH - right + 6}" y="{height + 4:.1f}"'
             parts.append(f'<text class="{style}" {position}>{html.escape(labels[style])}</text>')
@@ -145,6 +148,18 @@ def round_values(low: float, high: float) -> list[float]:
         if len(between) >= 3:
             return between
     return [low, high]
+
+
+def even_values(low: float, high: float) -> list[float]:
+    """Return three to seven round values between two numbers, at equal distances, or one if the numbers are equal."""
+    if low == high:
+        return [low]
+    decade = 10.0 ** math.floor(math.log10(high - low))
+    ticks = (
+        [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        for step in (2 * decade, decade, decade / 2, decade / 5)
+    )
+    return next(values for values in ticks if len(values) >= 3)
 
 
 _LINE_HEIGHT = 15

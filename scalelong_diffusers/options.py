@@ -177,8 +177,8 @@ def _expected(hint: Any, details: Option) -> str:
     if kinds & {float, int}:
         number = "a number" if float in kinds else "an integer"
         return f"{number}, {details.bounds}{' or a pair of them' if tuple in kinds else ''}{literals}"
-    if list in kinds:
-        return f"a list of numbers, {details.bounds}"
+    if list in kinds or int in _entry_kinds(hint):
+        return f"a list of {'numbers' if list in kinds else 'integers'}, {details.bounds}"
     return "a list of strings" if tuple in kinds else "a string that is not empty"
 
 
@@ -192,6 +192,11 @@ def _kinds(hint: Any) -> set[Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return set().union(*map(_kinds, typing.get_args(hint)))
     return {typing.get_origin(hint) or hint}
+
+
+def _entry_kinds(hint: Any) -> set[Any]:
+    """Return the types of the entries of a tuple, and nothing for other hints."""
+    return set().union(*map(_kinds, typing.get_args(hint))) if typing.get_origin(hint) is tuple else set()
 
 
 def _literals(hint: Any) -> tuple[str, ...]:
@@ -345,11 +350,12 @@ def _help(default: Any, details: Option) -> str:
     if default is None or default is dataclasses.MISSING or default == ():
         return details.help.replace("%", "%%")
     shown = ("on" if default else "off") if isinstance(default, bool) else default
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else shown
     return f"{details.help} (default: {shown})".replace("%", "%%")
 
 
 def _parser_of(hint: Any):
-    kinds, literals = _kinds(hint), _literals(hint)
+    kinds, literals = _kinds(hint) | _entry_kinds(hint), _literals(hint)
     number = float if float in kinds else int if int in kinds else None
     if number is None:
         return str

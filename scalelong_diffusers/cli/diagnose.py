@@ -2,11 +2,12 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.diagnosis.figures import Diagnosis
 from scalelong_diffusers.diagnosis.page import build_page
 from scalelong_diffusers.diagnosis.report import diagnose, report_lines
 from scalelong_diffusers.errors import UserError
@@ -32,10 +33,26 @@ _LARGE, _FEW_IMAGES, _MANY_IMAGES, _BATCH_SIZE = 400_000_000, 8, 64, 8
 
 
 @dataclass(frozen=True)
-class DiagnoseConfig:
-    """The model to diagnose, and how many images to use."""
+class MeasuringConfig:
+    """The model to measure, and where to write the result."""
 
     model: str
+    seed: int = option(
+        0, "seed of the noise, and of the weights of an untrained model", at_least=0, at_most=2**63 - 1, metavar="N"
+    )
+    device: str | None = option(None, "device, such as cuda:1 (default: a GPU if one is available)")
+    output_dir: str | None = option(
+        None, f"folder for {PAGE_FILE}, a page with charts, and the figures as JSON", metavar="DIR"
+    )
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig(MeasuringConfig):
+    """How many images to use for a diagnosis."""
+
     num_images: int | None = option(
         None, f"number of images (default: {_MANY_IMAGES}, or {_FEW_IMAGES} for models with more than 400 million "
         "weights)", at_least=2, at_most=100_000, metavar="N",
@@ -44,16 +61,6 @@ class DiagnoseConfig:
         None, "images per batch, which changes memory and time but no figure (default: 8, or 1 for large models)",
         at_least=1, at_most=100_000, metavar="N",
     )  # fmt: skip
-    seed: int = option(
-        0, "seed of the noise, and of the weights of an untrained model", at_least=0, at_most=2**63 - 1, metavar="N"
-    )
-    device: str | None = option(None, "device, such as cuda:1 (default: a GPU if one is available)")
-    output_dir: str | None = option(
-        None, f"folder for {PAGE_FILE}, a page with charts, and {RESULT_FILE}", metavar="DIR"
-    )
-
-    def __post_init__(self):
-        check_options(self)
 
 
 def add_command(commands: argparse._SubParsersAction):
@@ -66,18 +73,23 @@ def add_command(commands: argparse._SubParsersAction):
             "are used. Conditions that a model needs and the data does not have are drawn at random."
         ),
     )
+    add_measuring_options(parser, DiagnoseConfig)
+    add_options(parser, SkipScalingConfig, "skip scaling, instead of the model's own", optional=True)
+    parser.set_defaults(run=run)
+
+
+def add_measuring_options(parser: argparse.ArgumentParser, config_class: type[MeasuringConfig]):
+    """Add the arguments of a command that measures a model on images."""
     parser.add_argument(
         "model",
         help="a model or pipeline (a local folder or an id on the Hub), a config.json, a training run or one of its "
         "checkpoints, or a preset",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_options(parser, DiagnoseConfig)
-    add_options(parser, SkipScalingConfig, "skip scaling, instead of the model's own", optional=True)
+    add_options(parser, config_class)
     add_options(parser, NoiseConfig, "noise", "default: as in the pipeline's scheduler or the training run")
     data = parser.add_argument_group("data", "default: the data of the training run, or the built-in shapes")
     add_options(data, DataConfig, without={flag for flag, _, _ in options_of(DataConfig)}.difference(DATA_OPTIONS))
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,21 +108,22 @@ def run(arguments: argparse.Namespace) -> int:
     count = config.num_images or (_FEW_IMAGES if is_large else _MANY_IMAGES)
     batches = list(inputs.batches(count, config.batch_size or (1 if is_large else _BATCH_SIZE), device))
     diagnosis = diagnose(subject.model, batches, subject.noising)
+    content = {"source": config.model, "data_source": inputs.description, **diagnosis.to_dict()}
     if config.output_dir is not None:
-        write_results(Path(config.output_dir), diagnosis, config.model, inputs.description)
+        write_results(config.output_dir, RESULT_FILE, content, build_page(diagnosis, config.model, inputs.description))
     if arguments.json:
-        print_lines(json.dumps({"source": config.model, "data_source": inputs.description, **diagnosis.to_dict()}))
+        print_lines(json.dumps(content))
     else:
         print_lines(f"{config.model}; {inputs.description}", *report_lines(diagnosis))
     return 0
 
 
-def write_results(folder: Path, diagnosis: Diagnosis, source: str, data: str):
+def write_results(output_dir: str, file: str, content: Mapping[str, Any], page: str):
     """Write the figures and the page."""
+    folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output_dir must be a folder that can be written, got {folder}: {error.strerror}") from error
-    write_json(folder / RESULT_FILE, {"source": source, "data_source": data, **diagnosis.to_dict()})
-    page = build_page(diagnosis, source, data)
+    write_json(folder / file, content)
     atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))

@@ -1,5 +1,6 @@
-"""The model, noise process and data that `scalelong diagnose` measures."""
+"""The model, noise process and data that `scalelong diagnose` and `scalelong probe` measure."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,9 @@ from torch import nn
 
 from scalelong_diffusers.cli.diagnose import DATA_OPTIONS
 from scalelong_diffusers.cli.inspect import model_skeleton
-from scalelong_diffusers.data import Batch, DataConfig, load_training_data
+from scalelong_diffusers.data import Batch, DataConfig, TrainingData, load_training_data
 from scalelong_diffusers.diagnosis.measure import Samples, spread_positions
+from scalelong_diffusers.diagnosis.probe import LabeledImages
 from scalelong_diffusers.download import build_skeleton, load_model, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import read_json_file
@@ -132,48 +134,72 @@ def _untrained(model_class: type[ModelMixin], config: Mapping[str, Any], source:
     return model_class.from_config(config)
 
 
-class Inputs:
+class ModelData:
     """
-    The inputs of a model: images or latents of a dataset, or noise for a model of latents without an autoencoder.
+    The dataset of a measurement, as the model takes it: images, or latents if there is an autoencoder.
 
     Args:
+        name: the model in error messages.
         values: data options by flag. The settings of the training run are the defaults.
+        measurement: what is measured, in error messages.
     """
 
-    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int):
-        self.subject, self.seed = subject, seed
+    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int, measurement: str):
+        self.subject, self.name, self.seed = subject, name, seed
         self.model = subject.model
         if unknown := set(required_conditions(self.model)) - {"class_labels", "encoder_hidden_states"}:
-            raise UserError(f"{name} takes {min(unknown)}, which a diagnosis cannot make")
+            raise UserError(f"{name} takes {min(unknown)}, which {measurement} cannot make")
         if not values.keys() & _SOURCES:  # another dataset replaces the data of a training run
             values = {**subject.settings, **values}
         values = {flag: value for flag, value in values.items() if flag in DATA_OPTIONS}
         self.has_dataset = bool(values.keys() & _SOURCES)
         factor = vae_factor(subject.vae)
-        resolution = values.pop("resolution", None) or _own_size(self.model, name) * factor
+        resolution = values.pop("resolution", None) or _own_size(self.model, name, measurement) * factor
         check_size("resolution", resolution, size_multiple(self.model) * factor)
         self.size = resolution // factor
-        self.stream = self._open(DataConfig(resolution=resolution, **values), name)
+        self.config = DataConfig(resolution=resolution, **values)
+        model = self.model if subject.vae is None else subject.vae
+        self.channels = model.config.in_channels
+        self.takes_images = self.channels in (1, 3)
+        if self.has_dataset and not self.takes_images:
+            raise UserError(f"{name} takes {self.channels} channels, not images: pass a pipeline with an autoencoder")
 
-    def _open(self, config: DataConfig, name: str):
-        """Open the dataset, if the model or its autoencoder takes images."""
-        channels = self.model.config.in_channels if self.subject.vae is None else self.subject.vae.config.in_channels
-        if channels not in (1, 3):
-            if self.has_dataset:
-                raise UserError(f"{name} takes {channels} channels, not images: pass a pipeline with an autoencoder")
-            self.description = f"normal noise instead of latents with {channels} channels"
-            return None
+    def open(self, needs_labels: bool, needs_captions: bool = False) -> TrainingData:
+        """Open the dataset."""
         # The built-in shapes have colors. They are averaged for a gray model.
-        data = load_training_data(
-            config, channels=channels if self.has_dataset else 3, seed=self.seed,
-            needs_labels=self.has_dataset and "class_labels" in required_conditions(self.model),
-            needs_captions=self.subject.captions is not None,
+        return load_training_data(
+            self.config, channels=self.channels if self.has_dataset else 3, seed=self.seed, needs_labels=needs_labels,
+            needs_captions=needs_captions,
         )  # fmt: skip
+
+    def clean(self, batch: Batch) -> torch.Tensor:
+        """Return the images or latents of a batch."""
+        clean = encode_images(batch, self.subject.vae, self.subject.latent_scale)
+        return clean.mean(1, keepdim=True) if self.channels == 1 else clean
+
+    def text_shape(self) -> tuple[int, int]:
+        """Return the number and width of the hidden states of a text encoder that the model takes."""
+        return self.model.config.get("context_length", _TEXT_TOKENS), text_embedding_width(self.model)
+
+
+class Inputs(ModelData):
+    """
+    The inputs of a model for a diagnosis: images or latents of a dataset, or noise for a model of latents without an
+    autoencoder.
+    """
+
+    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int):
+        super().__init__(subject, name, values, seed, "a diagnosis")
+        if not self.takes_images:
+            self.description = f"normal noise instead of latents with {self.channels} channels"
+            self.stream = None
+            return
+        needs_labels = self.has_dataset and "class_labels" in required_conditions(self.model)
+        data = self.open(needs_labels, needs_captions=subject.captions is not None)
         classes = self.model.config.get("num_class_embeds")
         if data.num_classes is not None and data.num_classes > classes:
             raise UserError(f"the data has {data.num_classes} classes, and {name} takes {classes}")
-        self.channels, self.description = channels, data.description
-        return data.train
+        self.stream, self.description = data.train, data.description
 
     def batches(self, count: int, batch_size: int, device: torch.device) -> Iterator[Samples]:
         """Yield `count` samples."""
@@ -190,8 +216,7 @@ class Inputs:
         if self.stream is None:
             clean = normal(batch.keys, "clean", (self.model.config.in_channels, self.size, self.size))
         else:
-            clean = encode_images(batch, self.subject.vae, self.subject.latent_scale)
-            clean = clean.mean(1, keepdim=True) if self.channels == 1 else clean
+            clean = self.clean(batch)
         positions = spread_positions(first, len(batch)).to(clean.device)
         noise, perturbation = (batch.normal_like(clean, purpose) for purpose in ("noise", "perturbation"))
         return Samples(clean, noise, positions, perturbation, self._conditions(batch))
@@ -207,15 +232,58 @@ class Inputs:
         if self.subject.captions is not None:
             conditions["encoder_hidden_states"] = self.subject.captions(batch["captions"])
         elif "encoder_hidden_states" in needed:
-            tokens = self.model.config.get("context_length", _TEXT_TOKENS)
-            shape = (tokens, text_embedding_width(self.model))
-            conditions["encoder_hidden_states"] = normal(batch.keys, "text", shape)
+            conditions["encoder_hidden_states"] = normal(batch.keys, "text", self.text_shape())
         return conditions
 
 
-def _own_size(model: ModelMixin, name: str) -> int:
+class ProbeInputs(ModelData):
+    """The inputs of a model for linear probes: labeled images or latents of a dataset, without a condition."""
+
+    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int, num_test_images: int):
+        super().__init__(subject, name, values, seed, "a probe")
+        if not self.takes_images:
+            raise UserError(f"{name} takes {self.channels} channels, not images: pass a pipeline with an autoencoder")
+        self.config = dataclasses.replace(self.config, validation_size=num_test_images)
+        self.data = self.open(needs_labels=True)
+        self.description = self.data.description
+
+    def train(self, count: int, batch_size: int, device: torch.device) -> Iterator[LabeledImages]:
+        """Yield at most `count` training images, each of them once."""
+        count = min(count, self.data.train.num_samples)
+        steps = math.ceil(count / batch_size)
+        for k, batch in enumerate(self.data.train.batches(batch_size, num_steps=steps)):
+            yield self._labeled(batch.to(device)).first(count - k * batch_size)
+
+    def test(self, batch_size: int, device: torch.device) -> Iterator[LabeledImages]:
+        """Yield the held-out images."""
+        for batch in self.data.validation.batches(batch_size):
+            yield self._labeled(batch.to(device))
+
+    def _labeled(self, batch: Batch) -> LabeledImages:
+        clean = self.clean(batch)
+        return LabeledImages(clean, batch.normal_like(clean, "noise"), batch["labels"], self._null_conditions(clean))
+
+    @torch.no_grad()
+    def _null_conditions(self, clean: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Return the inputs of a model for no class and no text.
+
+        The null class is the last one. A model without a null class gets its last class for all images.
+        """
+        conditions, needed = {}, required_conditions(self.model)
+        if "class_labels" in needed:
+            last = self.model.config.num_class_embeds - 1
+            conditions["class_labels"] = torch.full((len(clean),), last, device=clean.device)
+        if self.subject.captions is not None:
+            conditions["encoder_hidden_states"] = self.subject.captions([""]).expand(len(clean), -1, -1)
+        elif "encoder_hidden_states" in needed:
+            conditions["encoder_hidden_states"] = clean.new_zeros(len(clean), *self.text_shape())
+        return conditions
+
+
+def _own_size(model: ModelMixin, name: str, measurement: str) -> int:
     size = model.config.sample_size
     size = size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
     if not isinstance(size, int):
-        raise UserError(f"{name} has sample_size={size}, and a diagnosis takes square images: pass --resolution")
+        raise UserError(f"{name} has sample_size={size}, and {measurement} takes square images: pass --resolution")
     return size

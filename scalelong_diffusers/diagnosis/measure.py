@@ -23,7 +23,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 Advance = Callable[[int], object]  # is called with the number of samples that have run
 
 
-def _nothing(count: int):
+def ignore_progress(count: int):
     """Report no progress."""
 
 
@@ -122,7 +122,7 @@ class SkipTable:
 
 
 def measure_skips(
-    model: ModelMixin, batches: Sequence[Samples], noising: NoiseProcess, advance: Advance = _nothing
+    model: ModelMixin, batches: Sequence[Samples], noising: NoiseProcess, advance: Advance = ignore_progress
 ) -> SkipTable:
     """Run the model on all samples, forward and as far back as the skips, and return what was measured."""
     statistics, activations = SkipStatistics(model), LargestActivations(model)
@@ -218,7 +218,7 @@ def _largest_of(table: SkipTable, positions: torch.Tensor, k: int) -> float | No
 
 @torch.no_grad()
 def noise_sensitivity(
-    model: ModelMixin, samples: Samples, noising: NoiseProcess, advance: Advance = _nothing
+    model: ModelMixin, samples: Samples, noising: NoiseProcess, advance: Advance = ignore_progress
 ) -> list[float]:
     """
     Return the root mean square of the output's change for input perturbations N(0, s^2), for each s of NOISE_LEVELS.
@@ -268,7 +268,7 @@ class Scaling:
 
 @torch.no_grad()
 def largest_by_depth(
-    model: ModelMixin, samples: Samples, noising: NoiseProcess, advance: Advance = _nothing
+    model: ModelMixin, samples: Samples, noising: NoiseProcess, advance: Advance = ignore_progress
 ) -> dict[int, float]:
     """Return the largest |activation| of untrained models like this U-ViT with other numbers of layers."""
     found = {}

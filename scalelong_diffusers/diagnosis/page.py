@@ -1,41 +1,14 @@
-"""Build the page of a diagnosis: one file that loads nothing else, for screens, phones and printers, light or dark."""
+"""Build the page of a diagnosis."""
 
 import html
-import math
-from collections.abc import Sequence
 
-from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
+from scalelong_diffusers.charts import Curve
 from scalelong_diffusers.diagnosis.figures import LARGEST, NOISE_LEVELS, Diagnosis, Headroom
+from scalelong_diffusers.diagnosis.page_parts import IN_ORDER, curves_figure, document, html_table, key, section
 from scalelong_diffusers.diagnosis.report import skip_rows, summary
 from scalelong_diffusers.diagnosis.rules import RULES
 
 
-_STYLE = """
-:root { color-scheme: light dark; --text: #1c2024; --paper: #ffffff; --soft: #5b6570; --line: #d5dae0;
-  --a: #9a3412; --b: #1d4ed8; }
-@media (prefers-color-scheme: dark) { :root { --text: #e8eaed; --paper: #15181c; --soft: #a9b2bc; --line: #3a424b;
-  --a: #fdba74; --b: #93c5fd; } }
-@media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8; }
-  section, figure { break-inside: avoid; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--paper); color: var(--text);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p, figcaption { color: var(--soft); margin: .25rem 0 .75rem; } figure { margin: 0; }
-.lead { font-size: 1.25rem; color: var(--text); }
-.pair { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1.5rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; }
-td { white-space: nowrap; } td.text { white-space: normal; min-width: 18rem; } thead th { color: var(--soft); }
-td.number { text-align: right; }
-svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px; }
-.axis { stroke: var(--line); } .curve { fill: none; stroke-width: 2.5; }
-.a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); }
-.key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
-.key.solid { border-top: 3px solid var(--b); }
-@media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; } }
-"""
 _RULES_NOTE = "<p>The verdict follows from these rules. docs/diagnose.md says how far to trust them.</p>"
 
 
@@ -53,32 +26,16 @@ def build_page(diagnosis: Diagnosis, source: str, data: str) -> str:
         source: name of the model.
         data: description of the data.
     """
-    title = f"Diagnosis of {html.escape(source)}"
     sections = [
-        _section("Features and gradients at each long skip", _skip_charts(diagnosis)),
-        _section("The long skips", _skip_note(), _table(skip_rows(diagnosis))),
-        _section("Data and S", _data_note(diagnosis), _data_charts(diagnosis)),
-        _section("Sensitivity to input noise", _sensitivity(diagnosis)),
-        _section("Numerical headroom", _headroom(diagnosis)),
-        _section("The rules", _RULES_NOTE, _rules(diagnosis)),
+        section("Features and gradients at each long skip", _skip_charts(diagnosis)),
+        section("The long skips", _skip_note(), html_table(skip_rows(diagnosis))),
+        section("Data and S", _data_note(diagnosis), _data_charts(diagnosis)),
+        section("Sensitivity to input noise", _sensitivity(diagnosis)),
+        section("Numerical headroom", _headroom(diagnosis)),
+        section("The rules", _RULES_NOTE, _rules(diagnosis)),
     ]
-    verdict = "".join(f'<p class="lead">{html.escape(sentence)}</p>' for sentence in diagnosis.verdict)
     about = f"{summary(diagnosis)[0]}. {diagnosis.num_images} samples; {data}."
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{title}</title><style>{_STYLE}</style></head><body><main>",
-            f"<h1>{title}</h1>{verdict}<p>{html.escape(about)}</p>",
-            *sections,
-            "</main></body></html>\n",
-        ]
-    )
-
-
-def _section(title: str, *parts: str) -> str:
-    return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+    return document(f"Diagnosis of {source}", diagnosis.verdict, about, sections)
 
 
 def _skip_charts(diagnosis: Diagnosis) -> str:
@@ -99,10 +56,10 @@ def _skip_charts(diagnosis: Diagnosis) -> str:
         ),
     ]
     drawn = [
-        _chart(name, dict(zip(names, ([*enumerate(values, 1)] for values in pair))), "skip i (1: outermost)")
+        curves_figure(name, dict(zip(names, ([*enumerate(values, 1)] for values in pair))), "skip i (1: outermost)")
         for name, *pair in charts
     ]
-    return f'{_key(*names)}<div class="pair">{"".join(drawn)}</div>'
+    return f'{key(*names)}<div class="pair">{"".join(drawn)}</div>'
 
 
 def _skip_note() -> str:
@@ -135,26 +92,28 @@ def _data_charts(diagnosis: Diagnosis) -> str:
     power = [(round(part.timestep), part.power) for part in diagnosis.schedule]
     expected = [(round(part.timestep), part.expected_power) for part in diagnosis.schedule]
     ratio = [(round(part.timestep), part.noise_ratio) for part in diagnosis.schedule]
-    charts = _chart("|x_t|^2 / m", {"expected": expected, "measured": power}, "timestep")
-    charts += _chart("|eps|^2 / |x_t|^2", {"": [], "measured": ratio}, "timestep")
-    return f'{_key("expected", "measured")}<div class="pair">{charts}</div>'
+    charts = curves_figure("|x_t|^2 / m", {"expected": expected, "measured": power}, "timestep")
+    charts += curves_figure("|eps|^2 / |x_t|^2", {"": [], "measured": ratio}, "timestep")
+    return f'{key("expected", "measured")}<div class="pair">{charts}</div>'
 
 
 def _sensitivity(diagnosis: Diagnosis) -> str:
     percent = [round(100 * level) for level in NOISE_LEVELS]
     curves = {name: list(zip(percent, changes)) for name, changes in diagnosis.sensitivity.items()}
-    drawn = _chart("Change of the output", curves, "s, % of the standard deviation of eps", first=0)
-    return f'{_NOISE_NOTE}{_key(*curves)}<div class="pair">{drawn}</div>'
+    drawn = curves_figure("Change of the output", curves, "s, % of the standard deviation of eps", first=0)
+    return f'{_NOISE_NOTE}{key(*curves)}<div class="pair">{drawn}</div>'
 
 
 def _headroom(diagnosis: Diagnosis) -> str:
     by_time = [(round(part.timestep), part.largest) for part in diagnosis.schedule if part.largest is not None]
     blocks: Curve = [*enumerate(diagnosis.headroom.blocks.values(), 1)]
-    charts = _chart("Largest |activation|", {"": [], "model": blocks}, "block, in the order of the forward pass")
-    charts += _chart("Largest |activation| over time", {"": [], "model": by_time}, "timestep")
+    charts = curves_figure(
+        "Largest |activation|", {"": [], "model": blocks}, "block, in the order of the forward pass"
+    )
+    charts += curves_figure("Largest |activation| over time", {"": [], "model": by_time}, "timestep")
     if diagnosis.headroom.depths:
         depths = list(diagnosis.headroom.depths.items())
-        charts += _chart("Largest |activation|, untrained", {"": [], "models": depths}, "number of layers")
+        charts += curves_figure("Largest |activation|, untrained", {"": [], "models": depths}, "number of layers")
     return f'{_headroom_note(diagnosis.headroom)}<div class="pair">{charts}</div>'
 
 
@@ -169,46 +128,4 @@ def _rules(diagnosis: Diagnosis) -> str:
     for rule, finding in zip(RULES, diagnosis.findings):
         value = "-" if finding.value is None else f"{finding.value:.3g}"
         rows.append((rule.name, value, "yes" if finding.applies else "no", rule.statement))
-    return _table(rows)
-
-
-def _key(first: str, second: str) -> str:
-    first, second = html.escape(first), html.escape(second)
-    return f'<p><span class="key"></span> {first} &nbsp; <span class="key solid"></span> {second}</p>'
-
-
-def _chart(name: str, curves: dict[str, Curve], axis: str, first: int | None = None) -> str:
-    """
-    Return a figure of at most two curves. Values that are not finite or not positive are left out.
-
-    `first` is the first value of the axis, by default of the curves.
-    """
-    drawn = {
-        style: (label, [(x, y) for x, y in curve if math.isfinite(y) and y > 0])
-        for style, (label, curve) in zip("ab", curves.items())
-    }
-    drawn = {style: (label, curve) for style, (label, curve) in drawn.items() if len({x for x, _ in curve}) > 1}
-    title = html.escape(name)
-    if not drawn:
-        return f"<figure><figcaption>{title}: too few finite values for a chart.</figcaption></figure>"
-    ends = "; ".join(f"{label}: {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for label, curve in drawn.values())
-    text = html.escape(f"{name} by {axis}. {ends}.")
-    first = min(curve[0][0] for _, curve in drawn.values()) if first is None else first
-    content = chart({style: curve for style, (_, curve) in drawn.items()}, name, first=first, right=24, axis=axis)
-    return (
-        f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text}">{content}</svg>'
-        f"<figcaption>{text}</figcaption></figure>"
-    )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that scrolls on its own, also by keyboard, if it is too wide for a phone."""
-    heading, *others = rows
-    heads = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in heading)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in others)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead>{body}</table></div>'
-
-
-def _cell(text: str) -> str:
-    kind = "number" if text[:1].isdigit() else "text" if len(text) > 40 else ""
-    return f"<td{f' class={kind}' if kind else ''}>{html.escape(text)}</td>"
+    return html_table(rows)

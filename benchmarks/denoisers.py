@@ -1,0 +1,54 @@
+"""The small U-ViTs that probe.py and skip_cache.py measure. They are trained once, and their pipelines are kept."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from convergence import ConvergenceScheduler
+from convergence_runs import BASE, Run
+
+from scalelong_diffusers.experiments.results import ResultFile
+from scalelong_diffusers.experiments.trainings import read_log
+
+
+# The best learning rate of each method: in convergence.py and, for CS and LS, in its older runs with the plain start.
+RATES = {"plain, eps 1e-10": 2e-3, "residual": 4e-3, "cs": 2e-3, "ls": 2e-3}
+LABELS = {"plain, eps 1e-10": "plain"}
+SEEDS = (1, 2, 3)
+RUNS = [Run(BASE, method, rate, seed=seed) for seed in SEEDS for method, rate in RATES.items()]
+
+
+def label(run: Run) -> str:
+    """Return the name of a run's method in tables."""
+    return LABELS.get(run.method, run.method)
+
+
+class DenoiserScheduler(ConvergenceScheduler):
+    """Trains models as in convergence.py, without its measurements, and keeps their pipelines."""
+
+    def __init__(self, folder: Path, data: dict[str, str], jobs: int):
+        super().__init__(folder, data, ResultFile(folder / "trained.jsonl", Run), jobs)
+
+    def pipeline(self, run: Run) -> Path:
+        """Return the folder of a trained pipeline."""
+        return self._output(run)
+
+    def settings(self, run: Run) -> dict[str, Any]:
+        return {**super().settings(run), "validation_steps": 500}
+
+    def _fid_settings(self, run: Run) -> dict[str, Any]:
+        return {}
+
+    def is_hopeless(self, run: Run, log: list[dict[str, Any]]) -> bool:
+        return False
+
+    def outcome(self, run: Run) -> str:
+        return f"loss {self.final_loss(run):.4f}"
+
+    def final_loss(self, run: Run) -> float:
+        """Return the last validation loss of a trained model."""
+        return read_log(self._output(run))[-1]["validation_loss"]
+
+    def _delete(self, run: Run):
+        for checkpoint in self._output(run).glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)

@@ -1,0 +1,96 @@
+"""`scalelong probe` measures what the blocks of a model know about the classes of images."""
+
+import argparse
+import json
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, write_results
+from scalelong_diffusers.diagnosis.probe import probe
+from scalelong_diffusers.diagnosis.probe_page import build_probe_page
+from scalelong_diffusers.diagnosis.report import table
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.memory import check_memory
+from scalelong_diffusers.models.mixin import skip_layout
+from scalelong_diffusers.options import build_config, option
+from scalelong_diffusers.pipelines.sampling import choose_device
+from scalelong_diffusers.terminal import print_lines
+
+
+RESULT_FILE = "probe.json"
+
+
+@dataclass(frozen=True)
+class ProbeConfig(MeasuringConfig):
+    """The noise and the number of images of linear probes."""
+
+    timesteps: tuple[int, ...] = option(
+        (11, 51, 101), "timesteps of the noise", at_least=0, at_most=100_000, metavar="T"
+    )
+    num_images: int = option(
+        10_000, "train the probes on at most N images", at_least=20, at_most=10_000_000, metavar="N"
+    )
+    num_test_images: int = option(
+        5_000,
+        "test the probes on at most N images of the dataset's test split; without one, up to a tenth of the images "
+        "are held out",
+        at_least=1,
+        at_most=1_000_000,
+        metavar="N",
+    )
+    batch_size: int = option(64, "images per batch", at_least=1, at_most=100_000, metavar="N")
+
+
+def add_command(commands: argparse._SubParsersAction):
+    parser = commands.add_parser(
+        "probe",
+        help="measure what each block of a model knows about the classes of images",
+        description=(
+            "Add a little noise to labeled images, run the model, and train a linear classifier on the features of "
+            "each block. Models of classes or text get the null class or the empty text."
+        ),
+    )
+    add_measuring_options(parser, ProbeConfig)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from scalelong_diffusers.cli.subject import ProbeInputs, load_subject  # imports the training code, which is slow
+
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    config = build_config(ProbeConfig, given)
+    subject = load_subject(config.model, given, config.seed)
+    steps = subject.noising.num_timesteps
+    if not config.timesteps or max(config.timesteps) >= steps:
+        raise UserError(f"timesteps must be below {steps}, the number of training timesteps, got {config.timesteps}")
+    inputs = ProbeInputs(subject, config.model, given, config.seed, config.num_test_images)
+    train, test = inputs.data.train, inputs.data.validation
+    count = min(config.num_images, train.num_samples) + test.num_samples
+    skips = skip_layout(subject.model).find(subject.model)
+    width = sum(skip.width + skip.hidden_width for skip in skips)
+    check_memory(f"the features of {count:,} images", 4 * count * width * len(config.timesteps))
+    device = choose_device(config.device)
+    subject.to(device)
+    with tqdm(total=count * len(config.timesteps), desc="probe", bar_format=_BAR) as bar:
+        result = probe(
+            subject.model,
+            inputs.train(config.num_images, config.batch_size, device),
+            inputs.test(config.batch_size, device),
+            subject.noising,
+            config.timesteps,
+            bar.update,
+        )
+    content = {"source": config.model, "data_source": inputs.description, **result.to_dict()}
+    if config.output_dir is not None:
+        page = build_probe_page(result, config.model, inputs.description)
+        write_results(config.output_dir, RESULT_FILE, content, page)
+    if arguments.json:
+        print_lines(json.dumps(content))
+    else:
+        lines = [result.model, result.size, *table(result.rows()), result.summary]
+        print_lines(f"{config.model}; {inputs.description}", *lines)
+    return 0
+
+
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"

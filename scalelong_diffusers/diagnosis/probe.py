@@ -1,0 +1,300 @@
+"""
+Linear probes: how well can a linear classifier read the class of an image from the features of each block?
+
+After "Denoising Diffusion Autoencoders are Unified Self-supervised Learners" (DDAE, arXiv 2303.09769): images get a
+little noise, the model runs once, and the features of a block are averaged over all positions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import ModelMixin
+from torch import nn
+
+from scalelong_diffusers.diagnosis.measure import Advance, ignore_progress
+from scalelong_diffusers.diagnosis.report import evaluating
+from scalelong_diffusers.models.mixin import skip_layout
+from scalelong_diffusers.models.skips import SkipObserver
+from scalelong_diffusers.noise import NoiseProcess
+from scalelong_diffusers.scaling import LongSkip
+
+
+PIXELS, MIDDLE = "pixels", "middle"
+# The model's input is averaged down to this size before the baseline classifies its pixels.
+MAX_PIXELS = 32
+# Weights of the squared norm in the loss of a probe. The best one is chosen on a tenth of the training images.
+_PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4)
+_HELD_OUT = 10
+
+
+@dataclass(frozen=True)
+class LabeledImages:
+    """Clean images or latents with their noise and labels, and the model's other inputs."""
+
+    clean: torch.Tensor
+    noise: torch.Tensor
+    labels: torch.Tensor
+    conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def first(self, count: int) -> "LabeledImages":
+        """Return the first images."""
+        conditions = {name: value[:count] for name, value in self.conditions.items()}
+        return LabeledImages(self.clean[:count], self.noise[:count], self.labels[:count], conditions)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of all images by block and timestep, each (images, channels), and the labels of the images."""
+
+    values: dict[tuple[str, int], torch.Tensor]
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BlockAccuracy:
+    """
+    How well the features of a block tell the classes.
+
+    Args:
+        block: "pixels", "encoder i", "middle" or "decoder i", with the number i of the skip that the block makes or
+            reads.
+        where: name of the layer that reads the skip, for a block of the decoder.
+        width: number of features.
+        accuracies: fraction of the test images that the probe of each timestep classifies correctly.
+    """
+
+    block: str
+    where: str
+    width: int
+    accuracies: list[float]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """
+    The accuracies of all probes of a model.
+
+    Args:
+        model: class and size of the model.
+        num_images, num_test_images: number of images for training and for testing the probes.
+        chance: accuracy of always guessing the most frequent class.
+        timesteps: the timesteps of the noise.
+        blocks: the blocks in the order of the forward pass. The first one is the noisy input itself, the baseline.
+    """
+
+    model: str
+    num_images: int
+    num_test_images: int
+    num_classes: int
+    chance: float
+    timesteps: list[int]
+    blocks: list[BlockAccuracy]
+
+    @property
+    def summary(self) -> str:
+        """The best block and the baseline in a sentence."""
+        pixels, *blocks = self.blocks
+        best = max(blocks, key=lambda block: max(block.accuracies))
+        accuracy = max(best.accuracies)
+        timestep = self.timesteps[best.accuracies.index(accuracy)]
+        return (
+            f"A linear probe of {best.block} at timestep {timestep} classifies {percent(accuracy)} of the test images, "
+            f"a probe of the pixels at most {percent(max(pixels.accuracies))}, and chance {percent(self.chance)}."
+        )
+
+    @property
+    def size(self) -> str:
+        """The numbers of images and classes in words."""
+        error = percent(math.sqrt(0.25 / self.num_test_images))
+        return (
+            f"{self.num_images:,} images to train the probes and {self.num_test_images:,} to test them, "
+            f"{self.num_classes} classes; the standard error of an accuracy is at most {error}"
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table, with a heading."""
+        rows = [("block", "where it reads a skip", "width", *(f"t = {t}" for t in self.timesteps))]
+        for block in self.blocks:
+            rows.append((block.block, block.where, str(block.width), *map(percent, block.accuracies)))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON can store it."""
+        return dataclasses.asdict(self)
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def probe(
+    model: ModelMixin,
+    train: Iterable[LabeledImages],
+    test: Iterable[LabeledImages],
+    noising: NoiseProcess,
+    timesteps: Sequence[int],
+    advance: Advance = ignore_progress,
+) -> ProbeResult:
+    """Train a linear probe for each block and timestep of a model, and return their accuracies on the test images."""
+    skips = skip_layout(model).find(model)
+    with evaluating(model):
+        features = collect_features(model, train, noising, timesteps, advance)
+        tested = collect_features(model, test, noising, timesteps, advance)
+    num_classes = int(max(features.labels.max(), tested.labels.max())) + 1
+    frequent = features.labels.bincount().argmax()
+    readers = {f"decoder {skip.index}": skip.where for skip in skips}
+    blocks = []
+    for block in block_names(len(skips)):
+        accuracies = []
+        for t in timesteps:
+            classify = fit_probe(features.values[block, t], features.labels, num_classes)
+            accuracies.append(_accuracy(classify(tested.values[block, t]), tested.labels))
+            advance(0)
+        width = features.values[block, timesteps[0]].shape[1]
+        blocks.append(BlockAccuracy(block, readers.get(block, ""), width, accuracies))
+    return ProbeResult(
+        model=f"{type(model).__name__}, {model.num_parameters():,} parameters",
+        num_images=len(features.labels),
+        num_test_images=len(tested.labels),
+        num_classes=num_classes,
+        chance=(tested.labels == frequent).float().mean().item(),
+        timesteps=list(timesteps),
+        blocks=blocks,
+    )
+
+
+def block_names(num_skips: int) -> list[str]:
+    """Return the names of the baseline and of all blocks in the order of the forward pass."""
+    outermost_first = range(1, num_skips + 1)
+    encoder = [f"encoder {i}" for i in outermost_first]
+    return [PIXELS, *encoder, MIDDLE, *(f"decoder {i}" for i in reversed(outermost_first))]
+
+
+@torch.no_grad()
+def collect_features(
+    model: ModelMixin,
+    batches: Iterable[LabeledImages],
+    noising: NoiseProcess,
+    timesteps: Sequence[int],
+    advance: Advance = ignore_progress,
+) -> Features:
+    """Run the model on all images with the noise of each timestep, and return the features of its blocks."""
+    observer = FeatureObserver(skip_layout(model).find(model))
+    parts: dict[tuple[str, int], list[torch.Tensor]] = {}
+    labels = []
+    with observer.attached(model):
+        for batch in batches:
+            for t in timesteps:
+                steps = torch.full_like(batch.labels, t)
+                noisy = noising.add_noise(batch.clean, batch.noise, steps)
+                model(noisy, steps, **batch.conditions)
+                found = {PIXELS: _pixels(noisy), **observer.features}
+                for block, values in found.items():
+                    parts.setdefault((block, t), []).append(values.float().cpu())
+                advance(len(noisy))
+            labels.append(batch.labels.cpu())
+    return Features({key: torch.cat(values) for key, values in parts.items()}, torch.cat(labels))
+
+
+def _pixels(images: torch.Tensor) -> torch.Tensor:
+    if max(images.shape[2:]) > MAX_PIXELS:
+        images = F.adaptive_avg_pool2d(images, MAX_PIXELS)
+    return images.flatten(1)
+
+
+class FeatureObserver(SkipObserver):
+    """
+    Averages the output of each block over all positions, in each forward pass.
+
+    The skips are the outputs of the encoder's blocks. A hidden state that meets a skip is the output of the middle or
+    of a decoder block. Only the output of the last block meets nothing.
+    """
+
+    def __init__(self, skips: Sequence[LongSkip]):
+        self.skips = {skip.index: skip for skip in skips}
+        self.features: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def attached(self, model: ModelMixin) -> Iterator[None]:
+        outermost = self.skips[1]
+        last = model.get_submodule(outermost.block)
+        handles = skip_layout(model).observe(model, self, list(self.skips.values()))
+        handles.append(last.register_forward_hook(self._last_output))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def skip(self, index: int, skip: torch.Tensor) -> torch.Tensor:
+        self._keep(f"encoder {index}", skip, index)
+        return skip
+
+    def hidden(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        block = MIDDLE if index == len(self.skips) else f"decoder {index + 1}"
+        skip = self.skips[index]
+        self._keep(block, hidden.narrow(skip.channel_dim, 0, skip.hidden_width), index)
+        return hidden
+
+    def _last_output(self, block: nn.Module, args: tuple, output: torch.Tensor):
+        self._keep("decoder 1", output, 1)
+
+    def _keep(self, block: str, values: torch.Tensor, index: int):
+        positions = [dim for dim in range(1, values.ndim) if dim != self.skips[index].channel_dim]
+        self.features[block] = values.mean(positions, dtype=torch.float32)
+
+
+Classify = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fit_probe(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> Classify:
+    """
+    Train a linear classifier on standardized features by multinomial logistic regression.
+
+    Returns a function from features to classes.
+    """
+    mean, std = features.mean(0), features.std(0)
+    std = torch.where(std > 1e-6 * (mean.abs() + std.max()), std, 1)  # features that do not vary count nothing
+    scaled = (features - mean) / std
+    held_out = math.ceil(len(labels) / _HELD_OUT)
+    linear = nn.Linear(features.shape[1], num_classes)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    best, weights = -1.0, {}
+    for penalty in _PENALTIES:  # from strong to weak: each fit starts from the previous one
+        _minimize(linear, scaled[held_out:], labels[held_out:], penalty)
+        accuracy = _accuracy(linear(scaled[:held_out]).argmax(1), labels[:held_out])
+        if accuracy > best:
+            best, weights = accuracy, {name: value.clone() for name, value in linear.state_dict().items()}
+    linear.load_state_dict(weights)
+
+    def classify(features: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return linear((features - mean) / std).argmax(1)
+
+    return classify
+
+
+def _minimize(linear: nn.Linear, features: torch.Tensor, labels: torch.Tensor, penalty: float):
+    optimizer = torch.optim.LBFGS(
+        linear.parameters(), max_iter=100, tolerance_change=1e-5, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(linear(features), labels) + penalty / 2 * linear.weight.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+
+
+def _accuracy(predicted: torch.Tensor, labels: torch.Tensor) -> float:
+    return (predicted == labels).float().mean().item()
