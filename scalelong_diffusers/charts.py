@@ -84,6 +84,7 @@ class Panel:
         curves: curves by label.
         axis: name of the horizontal axis, which starts at `first`.
         thin: more curves by label, drawn behind the others.
+        linear: draw a linear value axis. The default is logarithmic.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Panel:
     axis: str = "training step"
     first: int = 0
     thin: dict[str, list[Curve]] = field(default_factory=dict)
+    linear: bool = False
 
 
 # Text, lines and curves on light and dark pages. Dashes tell curves apart without color.
@@ -132,7 +134,7 @@ def _drawing(panel: Panel, styles: dict[str, str]) -> str:
         {styles[label]: curve for label, curve in panel.curves.items()},
         panel.name, first=panel.first, right=_LABEL_WIDTH, axis=panel.axis,
         labels={styles[label]: label for label in panel.curves},
-        thin={styles[label]: curves for label, curves in panel.thin.items()},
+        thin={styles[label]: curves for label, curves in panel.thin.items()}, linear=panel.linear,
     )  # fmt: skip
 
 

@@ -107,9 +107,7 @@ def _sensitivity(diagnosis: Diagnosis) -> str:
 def _headroom(diagnosis: Diagnosis) -> str:
     by_time = [(round(part.timestep), part.largest) for part in diagnosis.schedule if part.largest is not None]
     blocks: Curve = [*enumerate(diagnosis.headroom.blocks.values(), 1)]
-    charts = curves_figure(
-        "Largest |activation|", {"": [], "model": blocks}, "block, in the order of the forward pass"
-    )
+    charts = curves_figure("Largest |activation|", {"": [], "model": blocks}, IN_ORDER)
     charts += curves_figure("Largest |activation| over time", {"": [], "model": by_time}, "timestep")
     if diagnosis.headroom.depths:
         depths = list(diagnosis.headroom.depths.items())

@@ -104,8 +104,9 @@ class ProbeResult:
         accuracy = max(best.accuracies)
         timestep = self.timesteps[best.accuracies.index(accuracy)]
         return (
-            f"A linear probe of {best.block} at timestep {timestep} classifies {percent(accuracy)} of the test images, "
-            f"a probe of the pixels at most {percent(max(pixels.accuracies))}, and chance {percent(self.chance)}."
+            f"A linear probe of {best.block} at timestep {timestep} classifies {percent(accuracy)} of the test "
+            f"images, a probe of the pixels at most {percent(max(pixels.accuracies))}, and chance "
+            f"{percent(self.chance)}."
         )
 
     @property
@@ -151,6 +152,8 @@ def probe(
     readers = {f"decoder {skip.index}": skip.where for skip in skips}
     blocks = []
     for block in block_names(len(skips)):
+        if (block, timesteps[0]) not in features.values:
+            continue
         accuracies = []
         for t in timesteps:
             classify = fit_probe(features.values[block, t], features.labels, num_classes)
@@ -213,7 +216,8 @@ class FeatureObserver(SkipObserver):
     Averages the output of each block over all positions, in each forward pass.
 
     The skips are the outputs of the encoder's blocks. A hidden state that meets a skip is the output of the middle or
-    of a decoder block. Only the output of the last block meets nothing.
+    of a decoder block. Only the output of the last block meets nothing. It is left out if that block is not a single
+    module, as in Stable Cascade.
     """
 
     def __init__(self, skips: Sequence[LongSkip]):
@@ -242,8 +246,8 @@ class FeatureObserver(SkipObserver):
         self._keep(block, hidden.narrow(skip.channel_dim, 0, skip.hidden_width), index)
         return hidden
 
-    def _last_output(self, block: nn.Module, args: tuple, output: torch.Tensor):
-        self._keep("decoder 1", output, 1)
+    def _last_output(self, block: nn.Module, args: tuple, output: torch.Tensor | tuple):
+        self._keep("decoder 1", output[0] if isinstance(output, tuple) else output, 1)
 
     def _keep(self, block: str, values: torch.Tensor, index: int):
         positions = [dim for dim in range(1, values.ndim) if dim != self.skips[index].channel_dim]
@@ -260,7 +264,7 @@ def fit_probe(features: torch.Tensor, labels: torch.Tensor, num_classes: int) ->
     Returns a function from features to classes.
     """
     mean, std = features.mean(0), features.std(0)
-    std = torch.where(std > 1e-6 * (mean.abs() + std.max()), std, 1)  # features that do not vary count nothing
+    std = torch.where(std > 1e-5 * mean.abs(), std, 1)  # of features that vary more than rounding errors
     scaled = (features - mean) / std
     held_out = math.ceil(len(labels) / _HELD_OUT)
     linear = nn.Linear(features.shape[1], num_classes)

@@ -5,9 +5,9 @@ from scalelong_diffusers.diagnosis.probe import PIXELS, ProbeResult
 
 
 _NOTE = (
-    "<p>A linear classifier reads the class from the average of a block's output over all positions. Block 1 makes the "
-    "outermost skip, the block in the middle none, and the last block reads the outermost skip. The baseline reads the "
-    "class from the pixels of the same noisy images.</p>"
+    "<p>A linear classifier reads the class of an image from the average of a block's output over all positions. The "
+    "first block makes the outermost skip, and the last block reads it. The baseline reads the class from the pixels "
+    "of the same noisy images.</p>"
 )
 
 
