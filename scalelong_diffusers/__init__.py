@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
     from scalelong_diffusers.pipelines.unconditional import ScaleLongUnconditionalPipeline
     from scalelong_diffusers.presets import get_preset, model_from_preset
+    from scalelong_diffusers.skip_cache import apply_skip_cache, remove_skip_cache
 
 __version__ = importlib.metadata.version("scalelong-diffusers")
 
@@ -101,6 +102,7 @@ _NAMES = {
     "pipelines.text_to_image": ("ScaleLongTextToImagePipeline",),
     "pipelines.unconditional": ("ScaleLongUnconditionalPipeline",),
     "presets": ("get_preset", "model_from_preset"),
+    "skip_cache": ("apply_skip_cache", "remove_skip_cache"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

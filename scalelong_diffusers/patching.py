@@ -54,15 +54,11 @@ def apply_skip_scaling(
     ```
     """
     config = SkipScalingConfig.parse(config)
-    models = _scalable_models(model_or_pipeline)
+    models = scalable_models(model_or_pipeline)
     for model in models:
-        state = None
-        if any(parameter.is_meta for parameter in model.parameters()):
-            state = "the weights of this {} are offloaded (on the meta device): patch before offloading"
-        elif not isinstance(model, SkipScalingMixin) and is_compiled(model):
-            state = "this {} is compiled, and its graph would ignore the scaling: patch before compiling"
-        if state is not None:
-            raise UserError(state.format(type(model).__name__))
+        check_loaded(model)
+        if not isinstance(model, SkipScalingMixin):
+            check_not_compiled(model, "the scaling")
     plans = [plan_skip_scaling(model, config) for model in models]
     for compensate in [plan_compensation(plan) for plan in plans] if preserve_output else ():
         compensate()
@@ -108,7 +104,7 @@ def remove_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
 
     A `UViTModel` keeps its class and gets the method `"none"`.
     """
-    models = [model for model in _scalable_models(model_or_pipeline) if "skip_scaling" in model.config]
+    models = [model for model in scalable_models(model_or_pipeline) if "skip_scaling" in model.config]
     _check_any_scaled(models, model_or_pipeline)
     for model in models:
         unscale(model)
@@ -128,7 +124,7 @@ def fuse_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
     fuse_skip_scaling(uvit).save_pretrained("fused")
     ```
     """
-    models = [model for model in _scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
+    models = [model for model in scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
     _check_any_scaled(models, model_or_pipeline)
     for fuse in [plan_fusing(model) for model in models]:
         fuse()
@@ -144,7 +140,7 @@ def set_skip_scaling_strength(model_or_pipeline: ModelOrPipeline, strength: floa
     """
     if strength is None:  # a config would replace it by 1
         raise UserError("strength must be a number in [0, 1], got None")
-    models = [model for model in _scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
+    models = [model for model in scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
     _check_any_scaled(models, model_or_pipeline)
     configs = [dataclasses.replace(model.skip_scaler.config, strength=strength) for model in models]
     for model, config in zip(models, configs):
@@ -212,7 +208,7 @@ def skip_connections(model_or_pipeline: nn.Module | Pipeline) -> SkipConnections
 
     The list shows the factors that the model applies. A plain class ignores a `skip_scaling` entry in its config.
     """
-    models = _scalable_models(model_or_pipeline)
+    models = scalable_models(model_or_pipeline)
     if len(models) > 1:
         names = ", ".join(type(model).__name__ for model in models)
         raise UserError(f"{type(model_or_pipeline).__name__} has several models ({names}): pass one of them")
@@ -238,7 +234,7 @@ def skip_connections(model_or_pipeline: nn.Module | Pipeline) -> SkipConnections
     return SkipConnections(rows, scaler.config, sum(p.numel() for p in scaler.parameters()), note)
 
 
-def _scalable_models(model_or_pipeline: nn.Module | Pipeline) -> list[nn.Module]:
+def scalable_models(model_or_pipeline: nn.Module | Pipeline) -> list[nn.Module]:
     """Return the model, or the models of a pipeline, whose long skips can be scaled."""
     models = [model_or_pipeline]
     if isinstance(model_or_pipeline, Pipeline):
@@ -254,6 +250,20 @@ def _scalable_models(model_or_pipeline: nn.Module | Pipeline) -> list[nn.Module]
             raise UserError(f"expected a model or a pipeline, got {model!r}; load it with from_pretrained first")
         _check_scalable(model)
     return models
+
+
+def check_loaded(model: nn.Module):
+    """Check that the weights of a model are in memory."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        name = type(model).__name__
+        raise UserError(f"the weights of this {name} are offloaded (on the meta device): patch before offloading")
+
+
+def check_not_compiled(model: nn.Module, patch: str):
+    """Check that no compiled graph would ignore a patch."""
+    if is_compiled(model):
+        name = type(model).__name__
+        raise UserError(f"this {name} is compiled, and its graph would ignore {patch}: patch before compiling")
 
 
 def _check_any_scaled(models: list[nn.Module], model_or_pipeline: nn.Module | Pipeline):

@@ -17,6 +17,7 @@ LAYERS = [
     {"scaling"},
     {"models"},
     {"patching"},
+    {"skip_cache"},
     {"presets"},
     {"pipelines"},
     {"hub"},

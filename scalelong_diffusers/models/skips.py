@@ -56,8 +56,8 @@ class SkipLayout:
     Base class of the layouts, which know where a model keeps its long skips.
 
     A subclass implements `find`. It also implements `add_hooks`, unless the model's own forward calls its
-    `skip_scaler`, `skip_layer` if models of this layout can use `apply_skip_init`, and `observe` if they can be
-    diagnosed.
+    `skip_scaler`, `skip_layer` if models of this layout can use `apply_skip_init`, `observe` if they can be
+    diagnosed, and `inner_layers` if they can use `apply_skip_cache`.
     """
 
     def find(self, model: nn.Module) -> list[LongSkip]:
@@ -86,6 +86,14 @@ class SkipLayout:
     def observe(self, model: nn.Module, observer: SkipObserver, skips: list[LongSkip]) -> list[RemovableHandle]:
         """Register the hooks that call an observer in each forward pass, and return their handles."""
         raise UserError(f"the layout of {type(model).__name__} does not define observe, which a diagnosis needs")
+
+    def inner_layers(self, model: nn.Module, depth: int) -> list[str]:
+        """
+        Return the names of the modules that affect the output only through the hidden state that meets skip `depth`.
+
+        They are in the order of the forward pass, in which each of them runs once.
+        """
+        raise UserError(f"the layout of {type(model).__name__} does not define inner_layers, which a skip cache needs")
 
     def resolve(self, config: SkipScalingConfig, skips: list[LongSkip]) -> SkipScalingConfig:
         """Return the config for a model with these skips, with every `"auto"` replaced by its value."""
@@ -192,6 +200,62 @@ class UpBlockSkips(SkipLayout):
                 ends.append(module.to_out[0])
         return ends
 
+    def inner_layers(self, model: nn.Module, depth: int) -> list[str]:
+        skips, makers = self.find(model), _makers(model)
+        if len(makers) != len(skips):
+            raise UserError(
+                f"a skip cache needs blocks that read every skip that is made, but this {type(model).__name__} makes "
+                f"{len(makers)} and reads {len(skips)}"
+            )
+        maker, last_layer = makers[depth - 1]
+        down = [f"down_blocks.{b}" for b in range(len(model.down_blocks))]
+        names = []
+        if last_layer is not None:
+            names += _layers_after(model.get_submodule(maker), maker, last_layer)
+        names += down[down.index(maker) + 1 if maker in down else 0 :]
+        names += ["mid_block"] if model.mid_block is not None else []
+        reader, first_layer = skips[depth - 1].block, int(skips[depth - 1].where.rpartition(".")[2])
+        up = [f"up_blocks.{b}" for b in range(len(model.up_blocks))]
+        names += up[: up.index(reader)]
+        return names + _layers_before(model.get_submodule(reader), reader, first_layer)
+
+
+# Lists in a block of a U-Net whose entries do not belong to its resnets.
+_SAMPLERS = ("downsamplers", "upsamplers")
+
+
+def _makers(model: nn.Module) -> list[tuple[str, int | None]]:
+    """Return the block and the number of the layer that make each skip. Samplers, which come last, have no number."""
+    makers: list[tuple[str, int | None]] = [("conv_in", None)]
+    for b, block in enumerate(model.down_blocks):
+        makers += [(f"down_blocks.{b}", r) for r in range(len(block.resnets))]
+        if block.downsamplers is not None:
+            makers.append((f"down_blocks.{b}", None))
+    return makers
+
+
+def _layers_before(block: nn.Module, name: str, first: int) -> list[str]:
+    """Return the layers of a block that run before the resnet with a number."""
+    return [f"{name}.{child}.{k}" for k in range(first) for child in _layer_lists(block)]
+
+
+def _layers_after(block: nn.Module, name: str, last: int) -> list[str]:
+    """Return the layers of a block that run after the resnet with a number and the layers that belong to it."""
+    layers = _layer_lists(block)
+    names = [f"{name}.{child}.{k}" for k in range(last + 1, len(block.resnets)) for child in layers]
+    for child, module in block.named_children():
+        if isinstance(module, nn.ModuleList) and child not in layers:
+            names += [f"{name}.{child}.{k}" for k in range(len(module))]
+        elif child not in layers:
+            names.append(f"{name}.{child}")
+    return names
+
+
+def _layer_lists(block: nn.Module) -> list[str]:
+    """Return the names of the lists that have an entry for each resnet, such as attentions."""
+    lists = {name: child for name, child in block.named_children() if isinstance(child, nn.ModuleList)}
+    return [name for name, child in lists.items() if name not in _SAMPLERS and len(child) == len(block.resnets)]
+
 
 def _spatial(resnet: nn.Module) -> nn.Module:
     return resnet.spatial_res_block if isinstance(resnet, SpatioTemporalResBlock) else resnet
@@ -293,6 +357,11 @@ class OutBlockSkips(SkipLayout):
         hook = ScalerObserver(observer)
         scaler = model.skip_scaler
         return [scaler.register_forward_pre_hook(hook.before), scaler.register_forward_hook(hook.after)]
+
+    def inner_layers(self, model: nn.Module, depth: int) -> list[str]:
+        count = len(model.in_blocks)
+        encoder = [f"in_blocks.{b}" for b in range(depth, count)]
+        return [*encoder, "mid_block", *(f"out_blocks.{b}" for b in range(count - depth))]
 
     def branch_ends(self, model: nn.Module) -> list[nn.Module]:
         if model.config.block_scale == "rezero":

@@ -25,11 +25,17 @@ from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuser
 from torch import nn
 
 from scalelong_diffusers.models.mixin import SkipScalingMixin, plan_skip_scaling, scaled_class, unscale
-from scalelong_diffusers.models.skips import BlockSkips, UpBlockSkips
+from scalelong_diffusers.models.skips import BlockSkips, SkipLayout, UpBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 _BY_KEYWORD = UpBlockSkips(argument="res_hidden_states_tuple")
+
+
+class _ControlledUpBlockSkips(UpBlockSkips):
+    """The layout of a U-Net whose blocks run together with those of its ControlNet-XS, which a cache cannot skip."""
+
+    inner_layers = SkipLayout.inner_layers
 
 
 class ScaleLongUNet2DModel(SkipScalingMixin, UNet2DModel):
@@ -88,7 +94,7 @@ class ScaleLongAudioLDM2UNet2DConditionModel(SkipScalingMixin, AudioLDM2UNet2DCo
 class ScaleLongUNetControlNetXSModel(SkipScalingMixin, UNetControlNetXSModel):
     """[`~diffusers.UNetControlNetXSModel`] with `skip_scaling`. The skips of its control branch stay as they are."""
 
-    skip_layout = UpBlockSkips(argument="res_hidden_states_tuple_base")
+    skip_layout = _ControlledUpBlockSkips(argument="res_hidden_states_tuple_base")
 
     @classmethod
     def from_unet(cls, unet, *args, **kwargs):
