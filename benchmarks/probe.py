@@ -9,7 +9,7 @@ The protocol, fixed before the first run:
 - Models: the U-ViT of convergence.py with 20 layers, trained on Fashion-MNIST for 1,500 steps as there: plain, with
   the residual start, with CS (kappa 0.9) and with LS (gates that start at 1). Each has its tuned learning rate (RATES
   in denoisers.py) and the seeds 1 to 3. EMA weights are measured.
-- `scalelong probe` with 10,000 training and 5,000 test images at the timesteps 11, 51, 101 and 201. The labels were
+- `scalelong probe` with 5,000 training and 2,500 test images at the timesteps 11, 51, 101 and 201. The labels were
   not used in the training of the models.
 - Reported are, for each method and part of the model, the accuracies of the best timestep of each model as the median
   and range over the seeds. "Deep" blocks are the third of the blocks around the middle. Methods are compared seed by
@@ -43,7 +43,7 @@ from scalelong_diffusers.experiments.trainings import exit_on_signals
 
 
 TIMESTEPS = (11, 51, 101, 201)
-FLAGS = {"num_images": 10_000, "num_test_images": 5_000}
+FLAGS = {"num_images": 5_000, "num_test_images": 2_500}
 PLAIN = "plain"
 HERE = Path(__file__).parent
 
