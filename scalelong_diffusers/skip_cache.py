@@ -5,6 +5,7 @@ After DeepCache (arXiv 2312.00858). Deep features change little from step to ste
 around them.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
@@ -40,7 +41,8 @@ def apply_skip_cache(
     outermost skips. Between them, they take the hidden state of the last whole step.
 
     The cache works only where gradients are off, so it changes no training. It is not saved with the model. A new run
-    starts with a whole step; it is detected by a timestep that rises, or by another shape, dtype or device.
+    starts with a whole step. A run is new if the pipeline's scheduler has new timesteps, if the timestep rises, or if
+    the input has another shape, dtype or device.
 
     ```python
     apply_skip_cache(pipe, interval=3)
@@ -49,7 +51,8 @@ def apply_skip_cache(
     ```
     """
     models = scalable_models(model_or_pipeline)
-    caches = [_plan_cache(model, interval, depth) for model in models]
+    pipeline = None if isinstance(model_or_pipeline, nn.Module) else weakref.ref(model_or_pipeline)
+    caches = [_plan_cache(model, interval, depth, pipeline) for model in models]
     for model, cache in zip(models, caches):
         cache.attach(model)
     return model_or_pipeline
@@ -65,7 +68,7 @@ def remove_skip_cache(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
     return model_or_pipeline
 
 
-def _plan_cache(model: nn.Module, interval: int, depth: int) -> "SkipCache":
+def _plan_cache(model: nn.Module, interval: int, depth: int, pipeline: weakref.ref | None) -> "SkipCache":
     name = type(model).__name__
     check_loaded(model)
     check_not_compiled(model, "the cache")
@@ -82,7 +85,7 @@ def _plan_cache(model: nn.Module, interval: int, depth: int) -> "SkipCache":
                 f"{layer} of this {name} has a forward that another library has replaced, for example to offload it: "
                 "apply the skip cache before"
             )
-    return SkipCache(interval, inner)
+    return SkipCache(interval, inner, pipeline)
 
 
 def _has_cache(model: nn.Module) -> bool:
@@ -105,12 +108,14 @@ class SkipCache:
     guidance. The features of these calls are kept apart.
 
     Args:
-        inner_layers: names of the layers that steps with cached features skip, in the order of the forward pass.
+        inner_layers: names of the layers that steps with cached features skip.
+        pipeline: the pipeline that runs the model, if it is known. Its scheduler gets new timesteps in each run.
     """
 
-    def __init__(self, interval: int, inner_layers: list[str]):
+    def __init__(self, interval: int, inner_layers: list[str], pipeline: weakref.ref | None = None):
         self.interval = interval
         self.inner_layers = inner_layers
+        self.pipeline = pipeline
         self.handles: list[RemovableHandle] = []
         self._forget()
 
@@ -133,13 +138,14 @@ class SkipCache:
         del model._skip_cache
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles start without features.
+        # Copies and pickles start without features, and belong to no pipeline.
         state = vars(self).copy()
         fresh = SkipCache(self.interval, self.inner_layers)
         return {**state, **{name: value for name, value in vars(fresh).items() if name != "handles"}}
 
     def _forget(self):
         """Start a new run."""
+        self.schedule: torch.Tensor | None = None
         self.inputs: tuple | None = None
         self.timestep = 0.0
         self.step = self.call = 0
@@ -164,14 +170,16 @@ class SkipCache:
 
     def _count(self, timestep: float, inputs: tuple):
         """Update the numbers of the step and of the call in this step."""
-        is_same_run = inputs == self.inputs and timestep <= self.timestep
+        pipeline = None if self.pipeline is None else self.pipeline()
+        schedule = None if pipeline is None else pipeline.scheduler.timesteps
+        is_same_run = schedule is self.schedule and inputs == self.inputs and timestep <= self.timestep
         if not is_same_run or (timestep == self.timestep and self.call + 1 == _MAX_CALLS):
             self._forget()
         elif timestep == self.timestep:
             self.call += 1
         else:
             self.step, self.call = self.step + 1, 0
-        self.inputs, self.timestep = inputs, timestep
+        self.schedule, self.inputs, self.timestep = schedule, inputs, timestep
 
     def _after(self, model: nn.Module, args: tuple, output: Any):
         if self.features is not None:

@@ -168,3 +168,21 @@ def test_checks_arguments_of_functions():
         assert str(error.value) == message
     with pytest.raises(TypeError, match="unexpected keyword argument 'sise'"):
         draw(sise=3)
+
+
+def test_tuples_of_integers():
+    @dataclass(frozen=True)
+    class Steps:
+        steps: tuple[int, ...] = option((1, 11), "steps", at_least=0, at_most=99)
+
+        def __post_init__(self):
+            check_options(self)
+
+    parser = ArgumentParser()
+    add_options(parser, Steps)
+    assert parse_options(parser, Steps, ["--steps", "3", "50"]).steps == (3, 50)
+    assert parse_options(parser, Steps, []).steps == (1, 11)
+    assert "(default: 1 11)" in parser.format_help()
+    for wrong in ((1, 100), (1.5,), 3, ("1",)):
+        with pytest.raises(UserError, match="steps must be a list of integers, at least 0 and at most 99, got"):
+            Steps(wrong)

@@ -5,7 +5,13 @@ import pickle
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMPipeline, HeunDiscreteScheduler, StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    DDPMPipeline,
+    HeunDiscreteScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 
 from scalelong_diffusers import (
     ScaleLongClassConditionalPipeline,
@@ -235,6 +241,24 @@ def test_new_runs_are_detected(uvit, count_whole):
     assert count((sample[:1].double().float(), 7), (sample[:1], torch.tensor([6])), (sample[:1], 5.5)) == 0
     assert count((sample[:1], torch.tensor([5])), (sample, torch.tensor([5, 4])), (sample, torch.tensor([4, 4]))) == 2
     assert count(*[(sample, 50)] * 9) == 9  # runs of a single step
+
+
+def test_a_pipeline_detects_a_run_after_an_interrupted_one(tiny_stable_diffusion):
+    pipe = tiny_stable_diffusion
+    to_image = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    image = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+    def interrupt(pipe, step, timestep, tensors):
+        pipe._interrupt = step == 1
+        return {}
+
+    def run():
+        return images_of(to_image, prompt="a red circle", image=image, strength=0.3, num_inference_steps=10)
+
+    apply_skip_cache(pipe, interval=5)
+    expected = run()
+    images_of(pipe, prompt="a red circle", height=16, width=16, callback_on_step_end=interrupt)
+    assert (run() == expected).all()
 
 
 def test_an_error_leaves_no_half_filled_cache(uvit, count_whole):
