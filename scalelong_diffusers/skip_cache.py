@@ -51,7 +51,8 @@ def apply_skip_cache(
     ```
     """
     models = scalable_models(model_or_pipeline)
-    pipeline = None if isinstance(model_or_pipeline, nn.Module) else weakref.ref(model_or_pipeline)
+    has_schedule = not isinstance(model_or_pipeline, nn.Module) and "scheduler" in model_or_pipeline.components
+    pipeline = weakref.ref(model_or_pipeline) if has_schedule else None
     caches = [_plan_cache(model, interval, depth, pipeline) for model in models]
     for model, cache in zip(models, caches):
         cache.attach(model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, write_results
-from scalelong_diffusers.diagnosis.probe import probe
+from scalelong_diffusers.diagnosis.probe import BAR, probe
 from scalelong_diffusers.diagnosis.probe_page import build_probe_page
 from scalelong_diffusers.diagnosis.report import table
 from scalelong_diffusers.errors import UserError
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_memory(f"the features of {count:,} images", 4 * count * width * len(config.timesteps))
     device = choose_device(config.device)
     subject.to(device)
-    with tqdm(total=count * len(config.timesteps), desc="probe", bar_format=_BAR) as bar:
+    with tqdm(total=count * len(config.timesteps), desc="features", bar_format=BAR) as bar:
         result = probe(
             subject.model,
             inputs.train(config.num_images, config.batch_size, device),
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             subject.noising,
             config.timesteps,
             bar.update,
+            show_progress=True,
         )
     content = {"source": config.model, "data_source": inputs.description, **result.to_dict()}
     if config.output_dir is not None:
@@ -91,6 +92,3 @@ def run(arguments: argparse.Namespace) -> int:
         lines = [result.model, result.size, *table(result.rows()), result.summary]
         print_lines(f"{config.model}; {inputs.description}", *lines)
     return 0
-
-
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import ModelMixin
 from torch import nn
+from tqdm import tqdm
 
 from scalelong_diffusers.diagnosis.measure import Advance, ignore_progress
 from scalelong_diffusers.diagnosis.report import evaluating
@@ -31,6 +32,7 @@ MAX_PIXELS = 32
 # Weights of the squared norm in the loss of a probe. The best one is chosen on a tenth of the training images.
 _PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4)
 _HELD_OUT = 10
+BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 
 @dataclass(frozen=True)
@@ -141,35 +143,47 @@ def probe(
     noising: NoiseProcess,
     timesteps: Sequence[int],
     advance: Advance = ignore_progress,
+    show_progress: bool = False,
 ) -> ProbeResult:
-    """Train a linear probe for each block and timestep of a model, and return their accuracies on the test images."""
+    """
+    Train a linear probe for each block and timestep of a model, and return their accuracies on the test images.
+
+    Args:
+        advance: is called with the number of images that have run, once for each timestep.
+        show_progress: show a progress bar while the probes are trained.
+    """
     skips = skip_layout(model).find(model)
     with evaluating(model):
         features = collect_features(model, train, noising, timesteps, advance)
         tested = collect_features(model, test, noising, timesteps, advance)
-    num_classes = int(max(features.labels.max(), tested.labels.max())) + 1
-    frequent = features.labels.bincount().argmax()
+    names = [name for name in block_names(len(skips)) if (name, timesteps[0]) in features.values]
     readers = {f"decoder {skip.index}": skip.where for skip in skips}
     blocks = []
-    for block in block_names(len(skips)):
-        if (block, timesteps[0]) not in features.values:
-            continue
-        accuracies = []
-        for t in timesteps:
-            classify = fit_probe(features.values[block, t], features.labels, num_classes)
-            accuracies.append(_accuracy(classify(tested.values[block, t]), tested.labels))
-            advance(0)
+    for block in tqdm(names, "probes", disable=not show_progress, bar_format=BAR):
         width = features.values[block, timesteps[0]].shape[1]
+        accuracies = [accuracy_on_test(features, tested, block, t) for t in timesteps]
         blocks.append(BlockAccuracy(block, readers.get(block, ""), width, accuracies))
+    most_frequent = features.labels.bincount().argmax()
     return ProbeResult(
         model=f"{type(model).__name__}, {model.num_parameters():,} parameters",
         num_images=len(features.labels),
         num_test_images=len(tested.labels),
-        num_classes=num_classes,
-        chance=(tested.labels == frequent).float().mean().item(),
+        num_classes=count_classes(features, tested),
+        chance=_accuracy(most_frequent, tested.labels),
         timesteps=list(timesteps),
         blocks=blocks,
     )
+
+
+def accuracy_on_test(features: Features, tested: Features, block: str, timestep: int) -> float:
+    """Train the probe of a block and timestep, and return its accuracy on the test images."""
+    classify = fit_probe(features.values[block, timestep], features.labels, count_classes(features, tested))
+    return _accuracy(classify(tested.values[block, timestep]), tested.labels)
+
+
+def count_classes(*sets: Features) -> int:
+    """Return the number of classes, which are numbered from 0."""
+    return 1 + max(int(features.labels.max()) for features in sets)
 
 
 def block_names(num_skips: int) -> list[str]:

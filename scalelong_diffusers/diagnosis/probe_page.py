@@ -23,7 +23,7 @@ def build_probe_page(result: ProbeResult, source: str, data: str) -> str:
         section("What the blocks know", _NOTE, key(PIXELS, "blocks"), f'<div class="pair">{_charts(result)}</div>'),
         section("All accuracies", html_table(result.rows())),
     ]
-    about = f"{result.model}. {data}: {result.size}."
+    about = f"{result.model}; {data}. {result.size}."
     return document(f"Linear probes of {source}", [result.summary], about, sections)
 
 

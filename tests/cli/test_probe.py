@@ -49,7 +49,8 @@ def test_prints_a_table_and_writes_a_page(scalelong, config, tmp_path):
     assert lines[4].split()[:2] == ["pixels", "192"]
     assert [line.split()[0] for line in lines[5:10]] == ["encoder", "encoder", "middle", "decoder", "decoder"]
     assert lines[-1].startswith("A linear probe of ")
-    assert "probe: 100%" in errors
+    assert "features: 100%" in errors
+    assert "probes: 100%" in errors
     stored = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert stored["timesteps"] == [5, 100]
     assert (tmp_path / "out" / "index.html").read_text().startswith("<!doctype html>")
