@@ -26,11 +26,14 @@ def label(run: Run) -> str:
 class DenoiserScheduler(ConvergenceScheduler):
     """Trains models as in convergence.py, without its measurements, and keeps their pipelines."""
 
-    def __init__(self, folder: Path, data: dict[str, str], jobs: int):
-        super().__init__(folder, data, ResultFile(folder / "trained.jsonl", Run), jobs)
+    def __init__(self, folder: Path, data: dict[str, str]):
+        super().__init__(folder, data, ResultFile(folder / "trained.jsonl", Run), jobs=1)
 
-    def pipeline(self, run: Run) -> Path:
-        """Return the folder of a trained pipeline."""
+    def trained(self, run: Run) -> Path:
+        """Return the folder of a trained pipeline. Train it if it is missing."""
+        if run not in self.results:
+            with self.results.locked():
+                self.run_all(lambda: [run])
         return self._output(run)
 
     def settings(self, run: Run) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """
 Do scaled long skips, or another start of the skip layers, change what the blocks of a model know?
 
-    python benchmarks/probe.py [--limit N] [--jobs 1] [--data FOLDER_OR_HUB_ID]
+    python benchmarks/probe.py [--limit N] [--data FOLDER_OR_HUB_ID]
     python benchmarks/probe.py --report       only the tables and the figure, from the finished runs
 
 The protocol, fixed before the first run:
@@ -52,7 +52,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, help="number of new runs (default: all)")
     parser.add_argument("--report", action="store_true", help="measure nothing; show the finished runs")
-    parser.add_argument("--jobs", type=int, default=1, help="number of trainings at a time")
     parser.add_argument("--data", default=DEBIAN_FOLDER, help="folder with Fashion-MNIST, or its Hub id")
     parser.add_argument("--folder", type=Path, default=Path("runs/denoisers"), help="folder of the trained models")
     arguments = parser.parse_args()
@@ -72,11 +71,11 @@ def measure(arguments: argparse.Namespace, results: ResultFile[Run]):
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     data = data_source(arguments.data, folder)
-    scheduler = DenoiserScheduler(folder, data, arguments.jobs)
-    with results.locked(), scheduler.results.locked():
+    scheduler = DenoiserScheduler(folder, data)
+    with results.locked():
         for run in islice((run for run in RUNS if run not in results), arguments.limit):
-            scheduler.run_all(lambda run=run: [run])
-            results.add(run, {"loss": scheduler.final_loss(run), **probe(scheduler.pipeline(run), data)})
+            measured = probe(scheduler.trained(run), data)
+            results.add(run, {"loss": scheduler.final_loss(run), **measured})
             print(f"{run.name}: {results.lines[run]['summary']}", flush=True)
 
 

@@ -128,7 +128,7 @@ def measure_quality(arguments: argparse.Namespace, results: ResultFile[Setting])
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     data = data_source(arguments.data, folder)
-    scheduler = DenoiserScheduler(folder, data, jobs=1)
+    scheduler = DenoiserScheduler(folder, data)
     accuracy = feature_network(folder / "feature-network", data, EPOCHS)
     extractor = load_features(str(folder / "feature-network"))
     images = open_reference(next(iter(data.values())), SIZE, channels=1, split="validation")
@@ -137,9 +137,7 @@ def measure_quality(arguments: argparse.Namespace, results: ResultFile[Setting])
         waiting = [Setting(label(run), *setting) for setting in [(1, 1), *SETTINGS]]
         waiting = [setting for setting in waiting if setting not in results]
         if waiting:
-            with scheduler.results.locked():
-                scheduler.run_all(lambda run=run: [run])
-            sample = sampler(scheduler.pipeline(run))
+            sample = sampler(scheduler.trained(run))
             plain = sample(1, 1)
             for setting in waiting:
                 images = sample(setting.interval, setting.depth)
