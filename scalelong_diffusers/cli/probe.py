@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, write_results
-from scalelong_diffusers.diagnosis.probe import BAR, probe
+from scalelong_diffusers.diagnosis.probe import BAR, TIMES, probe
 from scalelong_diffusers.diagnosis.probe_page import build_probe_page
 from scalelong_diffusers.diagnosis.report import table
-from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import skip_layout
 from scalelong_diffusers.options import build_config, option
@@ -26,7 +25,11 @@ class ProbeConfig(MeasuringConfig):
     """The noise and the number of images of linear probes."""
 
     timesteps: tuple[int, ...] = option(
-        (11, 51, 101), "timesteps of the noise", at_least=0, at_most=100_000, metavar="T"
+        (11, 51, 101),
+        "timesteps of the noise, in thousandths of the training schedule",
+        at_least=0,
+        at_most=TIMES - 1,
+        metavar="T",
     )
     num_images: int = option(
         10_000, "train the probes on at most N images", at_least=20, at_most=10_000_000, metavar="N"
@@ -61,9 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(ProbeConfig, given)
     subject = load_subject(config.model, given, config.seed)
-    steps = subject.noising.num_timesteps
-    if not config.timesteps or max(config.timesteps) >= steps:
-        raise UserError(f"timesteps must be below {steps}, the number of training timesteps, got {config.timesteps}")
     inputs = ProbeInputs(subject, config.model, given, config.seed, config.num_test_images)
     train, test = inputs.data.train, inputs.data.validation
     count = min(config.num_images, train.num_samples) + test.num_samples

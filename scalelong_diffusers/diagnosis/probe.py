@@ -32,6 +32,7 @@ MAX_PIXELS = 32
 # Weights of the squared norm in the loss of a probe. The best one is chosen on a tenth of the training images.
 _PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4)
 _HELD_OUT = 10
+TIMES = 1000  # of the training schedule; timesteps are numbers below it
 BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 
@@ -86,7 +87,7 @@ class ProbeResult:
         model: class and size of the model.
         num_images, num_test_images: number of images for training and for testing the probes.
         chance: accuracy of always guessing the most frequent class.
-        timesteps: the timesteps of the noise.
+        timesteps: the timesteps of the noise, in thousandths of the training schedule.
         blocks: the blocks in the order of the forward pass. The first one is the noisy input itself, the baseline.
     """
 
@@ -208,7 +209,9 @@ def collect_features(
     with observer.attached(model):
         for batch in batches:
             for t in timesteps:
-                steps = torch.full_like(batch.labels, t)
+                steps = noising.timesteps(
+                    torch.full((len(batch.clean),), (t + 0.5) / TIMES, device=batch.clean.device)
+                )
                 noisy = noising.add_noise(batch.clean, batch.noise, steps)
                 model(noisy, steps, **batch.conditions)
                 found = {PIXELS: _pixels(noisy), **observer.features}

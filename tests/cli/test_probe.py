@@ -75,6 +75,13 @@ def test_takes_stock_models_pipelines_and_text(probe, ddpm, tiny_stable_diffusio
     assert result["blocks"][0]["width"] == 4 * 8 * 8
 
 
+@pytest.mark.parametrize("kind", ["flow", "edm"])
+def test_takes_models_of_other_processes(probe, config, kind):
+    result = probe(config, "--prediction_type", kind)
+    assert result["timesteps"] == [5, 100]
+    assert len(result["blocks"]) == 6
+
+
 def test_models_get_the_null_condition(tiny_stable_diffusion, tmp_path):
     from scalelong_diffusers.cli.subject import ProbeInputs, load_subject
 
@@ -97,8 +104,9 @@ def test_models_get_the_null_condition(tiny_stable_diffusion, tmp_path):
 
 
 def test_errors_name_the_problem(error_of, config, ddpm, sd, pictures, tmp_path):
-    assert "--timesteps must be below 1000" in error_of("probe", config, "--timesteps", 1000)
-    assert "--timesteps must be a list of integers, at least 0" in error_of("probe", config, "--timesteps", -1)
+    for wrong in (-1, 1000):
+        message = error_of("probe", config, "--timesteps", wrong)
+        assert f"--timesteps must be a list of integers, at least 0 and at most 999, got ({wrong},)" in message
     assert "--num_images must be an integer, at least 20" in error_of("probe", config, "--num_images", 3)
     sd.build().save_pretrained(tmp_path / "latents")
     assert "pass a pipeline with an autoencoder" in error_of("probe", tmp_path / "latents")
