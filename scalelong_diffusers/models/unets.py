@@ -33,7 +33,7 @@ _BY_KEYWORD = UpBlockSkips(argument="res_hidden_states_tuple")
 
 
 class _ControlledUpBlockSkips(UpBlockSkips):
-    """The layout of a U-Net whose blocks run together with those of its ControlNet-XS, which a cache cannot skip."""
+    """The layout of a U-Net whose blocks run together with a ControlNet-XS, which a cache cannot skip."""
 
     inner_layers = SkipLayout.inner_layers
 

@@ -61,7 +61,7 @@ def test_takes_folders_of_classes(probe, config, pictures):
     assert (result["num_images"], result["num_test_images"], result["num_classes"]) == (40, 6, 2)
     assert result["blocks"][0]["accuracies"] == [1, 1]
     assert probe(config, "--train_data_dir", pictures) == result
-    # All training images, each of them once, although more were asked for.
+    # All training images, each of them once, although the limit is higher.
     UViTModel(**TINY, in_channels=1).save_config(config)
     with_all = probe(config, "--train_data_dir", pictures, "--num_images", 1000)
     assert with_all["num_images"] == 54
