@@ -12,7 +12,8 @@ The protocol, fixed before the first run:
 - Quality: 500 images of each model with 25 steps of DDIM, from the same noise with each setting. FID and KID to the
   10,000 test images, with the features of a small classifier of Fashion-MNIST (3 epochs), and the root mean square
   distance of the pixels (0 to 255) to the images without a cache.
-- Models: the models of probe.py with seed 1. If the deep part counts less with scaled skips, the distance is smaller there.
+- Models: the models of probe.py with seed 1. If the deep part counts less with scaled skips, the distance is smaller
+  there.
 
 To resume after an interruption, run the same command again. Finished runs are lines of benchmarks/skip_cache.jsonl.
 The trained models are in runs/denoisers; missing ones are trained first.
