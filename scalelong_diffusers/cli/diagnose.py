@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.diagnosis.diagnose import diagnose
 from scalelong_diffusers.diagnosis.figures import Diagnosis
 from scalelong_diffusers.diagnosis.page import build_page
-from scalelong_diffusers.diagnosis.report import diagnose, report_lines
+from scalelong_diffusers.diagnosis.report import report_lines
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import atomic_write, write_json
 from scalelong_diffusers.models.mixin import SkipScalingMixin
@@ -38,7 +39,7 @@ class DiagnoseConfig:
     model: str
     num_images: int | None = option(
         None, f"number of images (default: {_MANY_IMAGES}, or {_FEW_IMAGES} for models with more than 400 million "
-        "weights)", at_least=2, at_most=100_000, metavar="N",
+        "weights)", at_least=_FEW_IMAGES, at_most=100_000, metavar="N",
     )  # fmt: skip
     batch_size: int | None = option(
         None, "images per batch, which changes memory and time but no figure (default: 8, or 1 for large models)",
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_large = subject.model.num_parameters() > _LARGE
     count = config.num_images or (_FEW_IMAGES if is_large else _MANY_IMAGES)
     batches = list(inputs.batches(count, config.batch_size or (1 if is_large else _BATCH_SIZE), device))
-    diagnosis = diagnose(subject.model, batches, subject.noising)
+    diagnosis = diagnose(subject.model, batches, subject.noising, subject.is_trained)
     if config.output_dir is not None:
         write_results(Path(config.output_dir), diagnosis, config.model, inputs.description)
     if arguments.json:

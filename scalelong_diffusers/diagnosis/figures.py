@@ -109,8 +109,12 @@ class Headroom:
     depths: dict[int, float]
 
     @property
+    def largest_block(self) -> str:
+        return max(self.blocks, key=self.blocks.get)
+
+    @property
     def largest(self) -> float:
-        return max(self.blocks.values())
+        return self.blocks[self.largest_block]
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Diagnosis:
 
     Args:
         model: class and size of the model.
+        is_trained: the model has trained weights.
         scaling: the skip scaling of the model.
         num_images: number of samples.
         nonfinite: number of samples whose loss or gradients are not finite.
@@ -141,6 +146,7 @@ class Diagnosis:
     """
 
     model: str
+    is_trained: bool
     scaling: SkipScalingConfig
     num_images: int
     nonfinite: int

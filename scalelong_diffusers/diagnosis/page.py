@@ -3,10 +3,11 @@
 import html
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
-from scalelong_diffusers.diagnosis.figures import LARGEST, NOISE_LEVELS, Diagnosis, Headroom
-from scalelong_diffusers.diagnosis.report import skip_rows, summary
+from scalelong_diffusers.diagnosis.figures import NOISE_LEVELS, Diagnosis
+from scalelong_diffusers.diagnosis.report import data_notes, headroom_note, skip_rows, summary
 from scalelong_diffusers.diagnosis.rules import RULES
 
 
@@ -15,8 +16,6 @@ _STYLE = """
   --a: #9a3412; --b: #1d4ed8; }
 @media (prefers-color-scheme: dark) { :root { --text: #e8eaed; --paper: #15181c; --soft: #a9b2bc; --line: #3a424b;
   --a: #fdba74; --b: #93c5fd; } }
-@media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8; }
-  section, figure { break-inside: avoid; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--paper); color: var(--text);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -34,14 +33,25 @@ svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px
 .a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); }
 .key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
 .key.solid { border-top: 3px solid var(--b); }
-@media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; } }
+@media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; }
+  td.text { min-width: 11rem; } }
+@media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8; }
+  body { max-width: none; font-size: .75rem; } figure, tr { break-inside: avoid; } h2, .keys { break-after: avoid; }
+  .pair { grid-template-columns: 1fr 1fr; } .scroll { overflow: visible; } th, td { padding: .1rem .25rem; }
+  svg text { font-size: 20px; } }
 """
-_RULES_NOTE = "<p>The verdict follows from these rules. docs/diagnose.md says how far to trust them.</p>"
-
-
+_SKIP_NOTE = (
+    "i = 1 is the outermost skip. Hidden and skip: root mean squares where both meet. Share: share of the skip in the "
+    "mean square of the layer that joins it to the main path. Gradients: mean norm over images and timesteps of the "
+    "gradient of an image's loss, its coefficient of variation, and largest / median in parentheses."
+)
 _NOISE_NOTE = (
-    "<p>Root mean square of the change of the output when noise N(0, s^2) is added to the input, which Theorem 3.4 "
-    "bounds.</p>"
+    "Root mean square of the change of the output when noise N(0, s^2) is added to the input, which Theorem 3.4 "
+    "bounds. The weights are the same with both scalings."
+)
+_RULES_NOTE = (
+    "The verdict follows from these rules. They are not validated yet: trust the figures above more than the verdict "
+    "(docs/diagnose.md)."
 )
 
 
@@ -56,21 +66,20 @@ def build_page(diagnosis: Diagnosis, source: str, data: str) -> str:
     title = f"Diagnosis of {html.escape(source)}"
     sections = [
         _section("Features and gradients at each long skip", _skip_charts(diagnosis)),
-        _section("The long skips", _skip_note(), _table(skip_rows(diagnosis))),
-        _section("Data and S", _data_note(diagnosis), _data_charts(diagnosis)),
-        _section("Sensitivity to input noise", _sensitivity(diagnosis)),
-        _section("Numerical headroom", _headroom(diagnosis)),
-        _section("The rules", _RULES_NOTE, _rules(diagnosis)),
+        _section("The long skips", _paragraph(_SKIP_NOTE), _table(skip_rows(diagnosis))),
+        _section("Data and S", *map(_paragraph, data_notes(diagnosis)), _data_charts(diagnosis)),
+        _section("Sensitivity to input noise", _paragraph(_NOISE_NOTE), _sensitivity_chart(diagnosis)),
+        _section("Numerical headroom", _paragraph(headroom_note(diagnosis.headroom)), _headroom_charts(diagnosis)),
+        _section("The rules", _paragraph(_RULES_NOTE), _table(_rule_rows(diagnosis))),
     ]
     verdict = "".join(f'<p class="lead">{html.escape(sentence)}</p>' for sentence in diagnosis.verdict)
-    about = f"{summary(diagnosis)[0]}. {diagnosis.num_images} samples; {data}."
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>{title}</title><style>{_STYLE}</style></head><body><main>",
-            f"<h1>{title}</h1>{verdict}<p>{html.escape(about)}</p>",
+            f"<h1>{title}</h1>{verdict}{_paragraph(f'{summary(diagnosis)}; {data}.')}",
             *sections,
             "</main></body></html>\n",
         ]
@@ -81,54 +90,27 @@ def _section(title: str, *parts: str) -> str:
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
 
 
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
 def _skip_charts(diagnosis: Diagnosis) -> str:
-    skips = diagnosis.skips
+    pairs = {"Root mean square": [(skip.hidden_rms, skip.skip_rms) for skip in diagnosis.skips]}
+    for title, value in _OF_GRADIENTS.items():
+        pairs[title] = [(value(skip.hidden_gradient), value(skip.skip_gradient)) for skip in diagnosis.skips]
     names = "hidden state or main path", "skip"
     charts = [
-        ("Root mean square", [s.hidden_rms for s in skips], [s.skip_rms for s in skips]),
-        ("Gradient norm", [s.hidden_gradient.mean for s in skips], [s.skip_gradient.mean for s in skips]),
-        (
-            "Variation of the gradient norm",
-            [s.hidden_gradient.variation for s in skips],
-            [s.skip_gradient.variation for s in skips],
-        ),
-        (
-            "Largest / median gradient norm",
-            [s.hidden_gradient.peak for s in skips],
-            [s.skip_gradient.peak for s in skips],
-        ),
+        _chart(title, {name: [*enumerate(row, 1)] for name, row in zip(names, zip(*values))}, "skip i (1: outermost)")
+        for title, values in pairs.items()
     ]
-    drawn = [
-        _chart(name, dict(zip(names, ([*enumerate(values, 1)] for values in pair))), "skip i (1: outermost)")
-        for name, *pair in charts
-    ]
-    return f'{_key(*names)}<div class="pair">{"".join(drawn)}</div>'
+    return f'{_key(*names)}<div class="pair">{"".join(charts)}</div>'
 
 
-def _skip_note() -> str:
-    return (
-        "<p>i = 1 is the outermost skip. Hidden and skip: root mean squares where both meet. Share: share of the skip "
-        "in the mean square of the layer that joins it to the main path. Gradients: mean norm over images and "
-        "timesteps of the gradient of an image's loss, its coefficient of variation, and largest / median in "
-        "parentheses.</p>"
-    )
-
-
-def _data_note(diagnosis: Diagnosis) -> str:
-    data, n = diagnosis.data, len(diagnosis.skips)
-    energy = "" if data.skip_energy is None else f" The present factors give S = {data.skip_energy:.4g}."
-    kappas = [
-        f"S = {target:.3g} with kappa = {kappa:.4g}"
-        for kappa, target in ((data.kappa, data.noise_ratio), (data.upper_kappa, 5))
-        if kappa is not None
-    ]
-    advice = f" For N = {n} skips, CS gives {' and '.join(kappas)}." if kappas else ""
-    return (
-        f"<p>The paper estimates S from |eps|^2 / |x_t|^2: here {data.noise_ratio:.3g} on average and at most "
-        f"{data.highest_noise_ratio:.3g}.{energy}{advice} The mean of |x_t|^2 / m is {data.power:.4g}, expected from "
-        f"the mean square of the data: {data.expected_power:.4g} (Lemma 3.2, for data uniform in [-1, 1]: "
-        f"{data.lemma_power:.4g}).</p>"
-    )
+_OF_GRADIENTS = {
+    "Gradient norm": attrgetter("mean"),
+    "Variation of the gradient norm": attrgetter("variation"),
+    "Largest / median gradient norm": attrgetter("peak"),
+}
 
 
 def _data_charts(diagnosis: Diagnosis) -> str:
@@ -136,56 +118,50 @@ def _data_charts(diagnosis: Diagnosis) -> str:
     expected = [(round(part.timestep), part.expected_power) for part in diagnosis.schedule]
     ratio = [(round(part.timestep), part.noise_ratio) for part in diagnosis.schedule]
     charts = _chart("|x_t|^2 / m", {"expected": expected, "measured": power}, "timestep")
-    charts += _chart("|eps|^2 / |x_t|^2", {"": [], "measured": ratio}, "timestep")
+    charts += _chart("|eps|^2 / |x_t|^2", {"measured": ratio}, "timestep")
     return f'{_key("expected", "measured")}<div class="pair">{charts}</div>'
 
 
-def _sensitivity(diagnosis: Diagnosis) -> str:
+def _sensitivity_chart(diagnosis: Diagnosis) -> str:
     percent = [round(100 * level) for level in NOISE_LEVELS]
     curves = {name: list(zip(percent, changes)) for name, changes in diagnosis.sensitivity.items()}
     drawn = _chart("Change of the output", curves, "s, % of the standard deviation of eps", first=0)
-    return f'{_NOISE_NOTE}{_key(*curves)}<div class="pair">{drawn}</div>'
+    return f'{_key(*curves)}<div class="pair">{drawn}</div>'
 
 
-def _headroom(diagnosis: Diagnosis) -> str:
+def _headroom_charts(diagnosis: Diagnosis) -> str:
     by_time = [(round(part.timestep), part.largest) for part in diagnosis.schedule if part.largest is not None]
     blocks: Curve = [*enumerate(diagnosis.headroom.blocks.values(), 1)]
-    charts = _chart("Largest |activation|", {"": [], "model": blocks}, "block, in the order of the forward pass")
-    charts += _chart("Largest |activation| over time", {"": [], "model": by_time}, "timestep")
+    charts = _chart("Largest |activation|", {"model": blocks}, "block, in the order of the forward pass")
+    charts += _chart("Largest |activation| over time", {"model": by_time}, "timestep")
     if diagnosis.headroom.depths:
         depths = list(diagnosis.headroom.depths.items())
-        charts += _chart("Largest |activation|, untrained", {"": [], "models": depths}, "number of layers")
-    return f'{_headroom_note(diagnosis.headroom)}<div class="pair">{charts}</div>'
+        charts += _chart("Largest |activation|, untrained", {"models": depths}, "number of layers")
+    return f'<div class="pair">{charts}</div>'
 
 
-def _headroom_note(headroom: Headroom) -> str:
-    block = max(headroom.blocks, key=headroom.blocks.get)
-    ranges = " and ".join(f"{name} ends at {limit:.3g}" for name, limit in LARGEST.items())
-    return f"<p>The largest activation is {headroom.largest:.4g}, in {html.escape(block)}; {ranges}.</p>"
-
-
-def _rules(diagnosis: Diagnosis) -> str:
+def _rule_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     rows = [("rule", "figure", "applies", "statement")]
     for rule, finding in zip(RULES, diagnosis.findings):
         value = "-" if finding.value is None else f"{finding.value:.3g}"
         rows.append((rule.name, value, "yes" if finding.applies else "no", rule.statement))
-    return _table(rows)
+    return rows
 
 
 def _key(first: str, second: str) -> str:
     first, second = html.escape(first), html.escape(second)
-    return f'<p><span class="key"></span> {first} &nbsp; <span class="key solid"></span> {second}</p>'
+    return f'<p class="keys"><span class="key"></span> {first} &nbsp; <span class="key solid"></span> {second}</p>'
 
 
 def _chart(name: str, curves: dict[str, Curve], axis: str, first: int | None = None) -> str:
     """
-    Return a figure of at most two curves. Values that are not finite or not positive are left out.
+    Return a figure of one or two curves. Values that are not finite or not positive are left out.
 
     `first` is the first value of the axis, by default of the curves.
     """
     drawn = {
         style: (label, [(x, y) for x, y in curve if math.isfinite(y) and y > 0])
-        for style, (label, curve) in zip("ab", curves.items())
+        for style, (label, curve) in zip("ab"[-len(curves) :], curves.items())
     }
     drawn = {style: (label, curve) for style, (label, curve) in drawn.items() if len({x for x, _ in curve}) > 1}
     title = html.escape(name)

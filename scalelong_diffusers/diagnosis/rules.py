@@ -13,6 +13,7 @@ from scalelong_diffusers.diagnosis.figures import LARGEST, Diagnosis, Finding
 
 
 NOTHING_FOUND = "Nothing here is unstable: do not expect a gain from scaling the skips."
+UNTRAINED = "The model is untrained, and training changes these figures: measure again after a few hundred steps."
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,11 @@ def _varying_skips(diagnosis: Diagnosis, value: float) -> str:
 
 
 def _headroom_words(diagnosis: Diagnosis, value: float) -> str:
-    block = max(diagnosis.headroom.blocks, key=diagnosis.headroom.blocks.get)
-    return f"The largest activation, {diagnosis.headroom.largest:,.4g} in {block}, is {value:.3g} of fp16's range"
+    headroom = diagnosis.headroom
+    return (
+        f"The largest activation, {rounded(headroom.largest)} in {headroom.largest_block}, is {value:.3g} of fp16's "
+        "range"
+    )
 
 
 VARIATION = 3.0
@@ -155,12 +159,13 @@ def judge(diagnosis: Diagnosis) -> list[Finding]:
     return findings
 
 
-def verdict(findings: Sequence[Finding]) -> list[str]:
+def verdict(findings: Sequence[Finding], is_trained: bool) -> list[str]:
     """Return the sentences of the verdict."""
     broken, *others = findings
     if broken.applies:
         return [broken.text]
-    return [finding.text for finding in others if finding.applies] or [NOTHING_FOUND]
+    found = [finding.text for finding in others if finding.applies] or [NOTHING_FOUND]
+    return found if is_trained else [*found, UNTRAINED]
 
 
 def rounded(value: float) -> str:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from web_pages import CONTRASTS
 
+from scalelong_diffusers.diagnosis.diagnose import diagnose
 from scalelong_diffusers.diagnosis.page import build_page
-from scalelong_diffusers.diagnosis.report import diagnose
 from scalelong_diffusers.diagnosis.rules import RULES
 
 
