@@ -129,6 +129,9 @@ COMMANDS = {
             "cache_dir": "{output_dir}.cache",
         },
     ),
+    "diagnose": Attacked(
+        cli_command("diagnose"), {"": "{parts}/model", "num_images": 8, "batch_size": 4}, has_workers=False
+    ),
 }
 
 

@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline
 
 from scalelong_diffusers import UserError, UViTModel, load_adapter, load_pipeline, skip_connections
 from scalelong_diffusers.cli.inspect import model_skeleton
+from scalelong_diffusers.cli.subject import Inputs, load_subject
 from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.evaluation import FeatureStatistics, load_features
 from scalelong_diffusers.evaluation.images import ImageFiles
@@ -137,6 +138,13 @@ def use_config_in_training(damage: Damage):
     command = Command(COMMANDS["unconditional"].main, words, damage.case.folder / "output")
     if command.finish():
         command.message()
+
+
+def use_in_diagnosis(damage: Damage):
+    """Load the model, the settings and the data of a run, as a diagnosis does."""
+    inputs = Inputs(load_subject(str(damage.folder), {}, seed=0), "the run", {}, seed=0)
+    for _ in inputs.batches(8, 4, torch.device("cpu")):
+        pass
 
 
 def use_vae(damage: Damage):
@@ -291,6 +299,7 @@ TARGETS = (
     Target("statistics", ("*",), use_statistics),
     Target("unconditional", ("checkpoint-*/**/*",), use_checkpoint),
     Target("unconditional", ("*", "checkpoint-*/**/*", "unet/*", "scheduler/*"), use_run),
+    Target("unconditional", ("settings.json", "model_index.json", "unet/*", "scheduler/*"), use_in_diagnosis),
     Target("unconditional", ("metrics.jsonl",), use_metrics),
     Target("precompute", ("*",), use_latents),
     Target("images", ("**/*",), use_image),

@@ -36,6 +36,7 @@ from scalelong_diffusers import (
     load_pipeline,
     set_skip_scaling_strength,
 )
+from scalelong_diffusers.cli.diagnose import DiagnoseConfig
 from scalelong_diffusers.cli.evaluate import EvaluateConfig
 from scalelong_diffusers.cli.inspect import model_skeleton
 from scalelong_diffusers.data import DataConfig, load_training_data
@@ -67,7 +68,7 @@ _COUNTS = re.compile(
     r"(--)?(\w+_steps|num_train_epochs|num_\w*images\w*|num_samples|num_shapes|\w*batch_size|\w+_workers)"
 )
 RUN_CONFIGS = (*RunConfig.__subclasses__(), *TrainingConfig.__subclasses__())
-CONFIGS = (*RUN_CONFIGS, PrecomputeConfig, SampleConfig, EvaluateConfig, SkipScalingConfig)
+CONFIGS = (*RUN_CONFIGS, PrecomputeConfig, SampleConfig, EvaluateConfig, DiagnoseConfig, SkipScalingConfig)
 _OPTIONS = [(flag, details) for config in CONFIGS for flag, _, details in options_of(config)]
 WORDS = sorted({word for flag, details in _OPTIONS for word in (flag, *(details.choices or ()))})
 

@@ -2,8 +2,12 @@
 
 import argparse
 import json
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.diagnosis.diagnose import diagnose
@@ -11,12 +15,14 @@ from scalelong_diffusers.diagnosis.figures import Diagnosis
 from scalelong_diffusers.diagnosis.page import build_page
 from scalelong_diffusers.diagnosis.report import report_lines
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.files import atomic_write, remove_leftovers, write_json
+from scalelong_diffusers.locks import locked
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.noise import NoiseConfig
 from scalelong_diffusers.options import add_options, build_config, check_options, option, options_of
 from scalelong_diffusers.patching import apply_skip_scaling
 from scalelong_diffusers.pipelines.sampling import choose_device
+from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.terminal import print_lines
 
@@ -82,10 +88,27 @@ def add_command(commands: argparse._SubParsersAction):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from scalelong_diffusers.cli.subject import Inputs, load_subject  # imports the training code, which is slow
-
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(DiagnoseConfig, given)
+    folder = None if config.output_dir is None else Path(config.output_dir)
+    if folder is not None and os.path.isfile(folder):
+        raise UserError(f"--output_dir must be a folder, got the file {folder}")
+    # The folder is locked from the start, so that a folder that cannot be written is found before the measurement.
+    with nullcontext() if folder is None else locked(folder):
+        diagnosis, data = measure(config, given)
+        if folder is not None:
+            run_on_main_process(lambda: write_results(folder, diagnosis, config.model, data))
+    if arguments.json:
+        print_lines(json.dumps(_content(diagnosis, config.model, data)))
+    else:
+        print_lines(f"{config.model}; {data}", *report_lines(diagnosis))
+    return 0
+
+
+def measure(config: DiagnoseConfig, given: Mapping[str, Any]) -> tuple[Diagnosis, str]:
+    """Return the diagnosis, and a description of the data. `given` are the flags."""
+    from scalelong_diffusers.cli.subject import Inputs, load_subject  # imports the training code, which is slow
+
     scaling = SkipScalingConfig.from_flags(given)
     device = choose_device(config.device)
     subject = load_subject(config.model, given, config.seed)
@@ -96,22 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     is_large = subject.model.num_parameters() > _LARGE
     count = config.num_images or (_FEW_IMAGES if is_large else _MANY_IMAGES)
     batches = list(inputs.batches(count, config.batch_size or (1 if is_large else _BATCH_SIZE), device))
-    diagnosis = diagnose(subject.model, batches, subject.noising, subject.is_trained)
-    if config.output_dir is not None:
-        write_results(Path(config.output_dir), diagnosis, config.model, inputs.description)
-    if arguments.json:
-        print_lines(json.dumps({"source": config.model, "data_source": inputs.description, **diagnosis.to_dict()}))
-    else:
-        print_lines(f"{config.model}; {inputs.description}", *report_lines(diagnosis))
-    return 0
+    return diagnose(subject.model, batches, subject.noising, subject.is_trained), inputs.description
 
 
 def write_results(folder: Path, diagnosis: Diagnosis, source: str, data: str):
     """Write the figures and the page."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir must be a folder that can be written, got {folder}: {error.strerror}") from error
-    write_json(folder / RESULT_FILE, {"source": source, "data_source": data, **diagnosis.to_dict()})
+    remove_leftovers(folder)
+    write_json(folder / RESULT_FILE, _content(diagnosis, source, data))
     page = build_page(diagnosis, source, data)
     atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))
+
+
+def _content(diagnosis: Diagnosis, source: str, data: str) -> dict[str, Any]:
+    return {"source": source, "data_source": data, **diagnosis.to_dict()}

@@ -86,7 +86,7 @@ def data_notes(diagnosis: Diagnosis) -> list[str]:
 
 
 def headroom_note(headroom: Headroom) -> str:
-    ranges = " and ".join(f"{name} ends at {limit:.6g}" for name, limit in LARGEST.items())
+    ranges = " and ".join(f"{name} ends at {limit:.5g}" for name, limit in LARGEST.items())
     return f"The largest activation is {headroom.largest:.4g}, in {headroom.largest_block}; {ranges}."
 
 

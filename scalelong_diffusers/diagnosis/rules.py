@@ -5,7 +5,6 @@ Each rule compares one figure with a threshold. docs/diagnose.md and the page st
 benchmarks/diagnosis.py compares what they predict with what happens in training.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,10 +47,15 @@ def fading(diagnosis: Diagnosis) -> float | None:
     return gradients[0] / min(gradients) if min(gradients) > 0 else None
 
 
-def gradient_variations(diagnosis: Diagnosis) -> list[float]:
-    """Return, for each skip, how much more its gradient varies than the main path's at the end of the decoder."""
-    reference = diagnosis.skips[0].hidden_gradient.variation
-    return [skip.skip_gradient.variation / reference if reference > 0 else math.nan for skip in diagnosis.skips]
+def gradient_variations(diagnosis: Diagnosis) -> dict[int, float]:
+    """
+    Return, by skip, how much more its gradient varies than the main path's at the end of the decoder.
+
+    CS does not change the outermost skip, which is left out.
+    """
+    outermost, *others = diagnosis.skips
+    reference = outermost.hidden_gradient.variation
+    return {skip.i: skip.skip_gradient.variation / reference for skip in others} if reference > 0 else {}
 
 
 def largest_peak(diagnosis: Diagnosis) -> float:
@@ -72,8 +76,7 @@ def fp16_share(diagnosis: Diagnosis) -> float:
 
 
 def _varying_skips(diagnosis: Diagnosis, value: float) -> str:
-    variations = gradient_variations(diagnosis)
-    found = [skip.i for skip, ratio in zip(diagnosis.skips, variations) if ratio > VARIATION]
+    found = [i for i, ratio in gradient_variations(diagnosis).items() if ratio > VARIATION]
     return (
         f"Gradients through {number_ranges(found)} vary up to {value:.3g} times more over timesteps and images than "
         "through the main path at the end of the decoder"
@@ -113,10 +116,10 @@ RULES = (
     ),
     Rule(
         "variation",
-        "the variation of a gradient through a skip, divided by the main path's at the end of the decoder,",
+        "the variation of a gradient through a skip from i = 2, divided by the main path's at the end of the decoder,",
         VARIATION,
         "scaling or a residual start is likely to help",
-        lambda diagnosis: max((v for v in gradient_variations(diagnosis) if not math.isnan(v)), default=None),
+        lambda diagnosis: max(gradient_variations(diagnosis).values(), default=None),
         _varying_skips,
     ),
     Rule(

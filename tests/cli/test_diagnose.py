@@ -240,7 +240,12 @@ def test_rejects_bad_input_with_one_line(error_of, config, cases, pictures, tmp_
         (config, "--skip_scaling", "cs", "--kappa", 2): "kappa must be",
         (config, "--train_data_dir", tmp_path / "missing"): "missing",
         (config, "--ddpm_beta_schedule", "quadratic"): "--ddpm_beta_schedule must be one of linear",
-        (config, "--output_dir", tmp_path / "file"): "output_dir must be a folder that can be written",
+        (
+            config,
+            "--output_dir",
+            tmp_path / "file",
+        ): "--output_dir must be a folder, got the file",
+        (config, "--output_dir", tmp_path / "file" / "a"): f"cannot lock {tmp_path / 'file' / 'a'}: ",
         (config, "--streaming"): "unknown argument '--streaming'",
     }
     for arguments, message in bad.items():

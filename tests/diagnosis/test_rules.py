@@ -58,6 +58,10 @@ def test_varying_gradients_name_their_skips(calm):
     (sentence,) = verdict(judge(varying), is_trained=True)
     assert sentence.startswith("Gradients through skips 2 to 3 vary up to 14 times more over timesteps and images")
     assert applied(with_gradients(calm, "skip_gradient", [Spread(1, 0.25, 2)] * 3)) == []
+    outermost = with_gradients(calm, "skip_gradient", [Spread(1, cv, 2) for cv in (0.9, 0.1, 0.1)])
+    assert applied(outermost) == []  # CS would not change it
+    constant = with_gradients(varying, "hidden_gradient", [Spread(1, 0, 1)] * 3)
+    assert applied(constant) == []
 
 
 def test_peaks_noise_and_headroom(calm):
