@@ -26,15 +26,14 @@ p, figcaption { color: var(--soft); margin: .25rem 0 .75rem; } figure { margin: 
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; }
-td { white-space: nowrap; } td.text { white-space: normal; min-width: 18rem; } thead th { color: var(--soft); }
-td.number { text-align: right; }
+td { white-space: nowrap; } td.number { text-align: right; } thead th { color: var(--soft); }
+dd { color: var(--soft); margin: 0 0 .75rem; }
 svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px; }
 .axis { stroke: var(--line); } .curve { fill: none; stroke-width: 2.5; }
 .a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); }
 .key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
 .key.solid { border-top: 3px solid var(--b); }
-@media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; }
-  td.text { min-width: 11rem; } }
+@media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; } }
 @media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8; }
   body { max-width: none; font-size: .75rem; } figure, tr { break-inside: avoid; } h2, .keys { break-after: avoid; }
   .pair { grid-template-columns: 1fr 1fr; } .scroll { overflow: visible; } th, td { padding: .1rem .25rem; }
@@ -70,7 +69,7 @@ def build_page(diagnosis: Diagnosis, source: str, data: str) -> str:
         _section("Data and S", *map(_paragraph, data_notes(diagnosis)), _data_charts(diagnosis)),
         _section("Sensitivity to input noise", _paragraph(_NOISE_NOTE), _sensitivity_chart(diagnosis)),
         _section("Numerical headroom", _paragraph(headroom_note(diagnosis.headroom)), _headroom_charts(diagnosis)),
-        _section("The rules", _paragraph(_RULES_NOTE), _table(_rule_rows(diagnosis))),
+        _section("The rules", _paragraph(_RULES_NOTE), _rules(diagnosis)),
     ]
     verdict = "".join(f'<p class="lead">{html.escape(sentence)}</p>' for sentence in diagnosis.verdict)
     return "\n".join(
@@ -140,12 +139,14 @@ def _headroom_charts(diagnosis: Diagnosis) -> str:
     return f'<div class="pair">{charts}</div>'
 
 
-def _rule_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    rows = [("rule", "figure", "applies", "statement")]
+def _rules(diagnosis: Diagnosis) -> str:
+    """Return a list of all rules, with their figures."""
+    entries = []
     for rule, finding in zip(RULES, diagnosis.findings):
-        value = "-" if finding.value is None else f"{finding.value:.3g}"
-        rows.append((rule.name, value, "yes" if finding.applies else "no", rule.statement))
-    return rows
+        value = "not measured" if finding.value is None else f"{finding.value:.3g}"
+        term = f"{rule.name}: {value}, {'applies' if finding.applies else 'does not apply'}"
+        entries.append(f"<dt>{html.escape(term)}</dt><dd>{html.escape(rule.statement)}</dd>")
+    return f"<dl>{''.join(entries)}</dl>"
 
 
 def _key(first: str, second: str) -> str:
@@ -186,5 +187,4 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    kind = "number" if text[:1].isdigit() else "text" if len(text) > 40 else ""
-    return f"<td{f' class={kind}' if kind else ''}>{html.escape(text)}</td>"
+    return f"<td{' class=number' if text[:1].isdigit() else ''}>{html.escape(text)}</td>"
