@@ -15,7 +15,7 @@ from scalelong_diffusers.cli.inspect import model_skeleton
 from scalelong_diffusers.data import Batch, DataConfig, load_training_data
 from scalelong_diffusers.diagnosis.measure import Samples, spread_positions
 from scalelong_diffusers.download import build_skeleton, load_model, read_json
-from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import scaled_class_by_name
@@ -78,12 +78,13 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
 
     `given` are the flags. They override the settings of a training run.
     """
+    _check_source(source)
     settings: Mapping[str, Any] = {}
     if source in PRESETS and not os.path.exists(source):
         preset = get_preset(source)
         model, settings = _untrained(preset.model_class, preset.config, source, seed), preset.training
         is_trained = False
-    elif os.path.isfile(source) and source.endswith(".json"):
+    elif os.path.isfile(source):
         model, is_trained = _untrained_from(read_json_file(Path(source)), source, seed), False
     else:
         folder = _model_folder(source)
@@ -92,6 +93,18 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
             return _from_pipeline(_load_pipeline(folder), settings, given)
         model, is_trained = _load_model(folder, seed)
     return Subject(model, _noise_process({**settings, **given}), settings, is_trained)
+
+
+def _check_source(source: str):
+    """Reject files that cannot be loaded, and misspelled presets."""
+    if os.path.isfile(source) and not source.endswith(".json"):
+        raise UserError(
+            f"{source} must be a config.json or a folder, got another file; convert a single-file checkpoint with "
+            "StableDiffusionPipeline.from_single_file and save_pretrained"
+        )
+    could_be_known = source in PRESETS or "/" in source or os.path.exists(source)  # ids on the Hub have a slash
+    if not could_be_known and (advice := did_you_mean(source, PRESETS)):
+        raise UserError(f"{source} is neither a local folder nor a preset{advice}")
 
 
 def _load_pipeline(folder: str) -> DiffusionPipeline:
