@@ -81,7 +81,7 @@ class DataFigures:
     Args:
         mean_square: mean square of the clean values.
         power: mean of |x_t|^2 / m over the schedule.
-        expected_power: the same by Lemma 3.2, with the mean square of this data instead of 1/3.
+        expected_power: alpha_t^2 mean_square + sigma_t^2 on average, as in Lemma 3.2.
         lemma_power: the same for the data of the lemma, uniform in [-1, 1].
         noise_ratio: mean of |eps|^2 / |x_t|^2 over the schedule, the lower estimate of S.
         highest_noise_ratio: the largest |eps|^2 / |x_t|^2.

@@ -186,24 +186,25 @@ def data_figures(
     noise = torch.cat([batch.noise.flatten(1).cpu() for batch in batches])
     positions = torch.cat([batch.uniform.cpu() for batch in batches])
     mean_square = clean.square().mean().item()
-    power, expected, ratio, alphas, timestep = [], [], [], [], []
+    ones, zeros = torch.ones(len(clean), 1), torch.zeros(len(clean), 1)
+    power, ratio, alpha, sigma, timestep = [], [], [], [], []
     for k in range(BINS):
         steps = noising.timesteps((spread_positions(0, len(clean)) + k) / BINS)
         noisy = noising.add_noise(clean, noise, steps)
-        scales = noising.add_noise(torch.ones(len(clean), 1), torch.zeros(len(clean), 1), steps)
-        alphas.append(scales.square().mean().item())  # the mean of abar_t
         power.append(noisy.square().mean(1))
         ratio.append(noise.square().sum(1) / noisy.square().sum(1))
-        expected.append(1 - (1 - mean_square) * alphas[k])
+        alpha.append(noising.add_noise(ones, zeros, steps).square().mean().item())
+        sigma.append(noising.add_noise(zeros, ones, steps).square().mean().item())
         timestep.append(steps.float().mean().item())
     ratios = torch.stack(ratio)
+    expected, of_lemma = ([m * a + s for a, s in zip(alpha, sigma)] for m in (mean_square, 1 / 3))  # Lemma 3.2
     squares = [skip.factor_square for skip in skips]
     target = ratios.mean().item()
     data = DataFigures(
         mean_square=mean_square,
         power=torch.stack(power).mean().item(),
         expected_power=sum(expected) / BINS,
-        lemma_power=1 - 2 / 3 * sum(alphas) / BINS,  # Lemma 3.2
+        lemma_power=sum(of_lemma) / BINS,
         noise_ratio=target,
         highest_noise_ratio=ratios.max().item(),
         skip_energy=None if None in squares else sum(squares),

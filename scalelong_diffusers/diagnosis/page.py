@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from scalelong_diffusers.charts import HEIGHT, WIDTH, Curve, chart
-from scalelong_diffusers.diagnosis.figures import NOISE_LEVELS, Diagnosis
+from scalelong_diffusers.diagnosis.figures import BINS, NOISE_LEVELS, Diagnosis
 from scalelong_diffusers.diagnosis.report import data_notes, headroom_note, skip_rows, summary
 from scalelong_diffusers.diagnosis.rules import RULES
 
@@ -113,12 +113,19 @@ _OF_GRADIENTS = {
 
 
 def _data_charts(diagnosis: Diagnosis) -> str:
-    power = [(round(part.timestep), part.power) for part in diagnosis.schedule]
-    expected = [(round(part.timestep), part.expected_power) for part in diagnosis.schedule]
-    ratio = [(round(part.timestep), part.noise_ratio) for part in diagnosis.schedule]
-    charts = _chart("|x_t|^2 / m", {"expected": expected, "measured": power}, "timestep")
-    charts += _chart("|eps|^2 / |x_t|^2", {"measured": ratio}, "timestep")
+    power, expected, ratio = (_over_schedule(diagnosis, name) for name in ("power", "expected_power", "noise_ratio"))
+    charts = _chart("|x_t|^2 / m", {"expected": expected, "measured": power}, _SCHEDULE)
+    charts += _chart("|eps|^2 / |x_t|^2", {"measured": ratio}, _SCHEDULE)
     return f'{_key("expected", "measured")}<div class="pair">{charts}</div>'
+
+
+_SCHEDULE = "% of the training schedule (100: only noise)"
+
+
+def _over_schedule(diagnosis: Diagnosis, figure: str) -> Curve:
+    """Return a figure over the training schedule, where it is known. Timesteps need not be integers."""
+    values = map(attrgetter(figure), diagnosis.schedule)
+    return [(round(100 * (k + 0.5) / BINS), value) for k, value in enumerate(values) if value is not None]
 
 
 def _sensitivity_chart(diagnosis: Diagnosis) -> str:
@@ -129,10 +136,9 @@ def _sensitivity_chart(diagnosis: Diagnosis) -> str:
 
 
 def _headroom_charts(diagnosis: Diagnosis) -> str:
-    by_time = [(round(part.timestep), part.largest) for part in diagnosis.schedule if part.largest is not None]
     blocks: Curve = [*enumerate(diagnosis.headroom.blocks.values(), 1)]
     charts = _chart("Largest |activation|", {"model": blocks}, "block, in the order of the forward pass")
-    charts += _chart("Largest |activation| over time", {"model": by_time}, "timestep")
+    charts += _chart("Largest |activation| over time", {"model": _over_schedule(diagnosis, "largest")}, _SCHEDULE)
     if diagnosis.headroom.depths:
         depths = list(diagnosis.headroom.depths.items())
         charts += _chart("Largest |activation|, untrained", {"models": depths}, "number of layers")

@@ -179,6 +179,15 @@ def pictures(tmp_path):
     return tmp_path / "pictures"
 
 
+@pytest.mark.parametrize("prediction_type", ["flow", "edm"])
+def test_takes_other_noise_processes(diagnose, config, tmp_path, prediction_type):
+    result = diagnose(config, "--prediction_type", prediction_type, "--output_dir", tmp_path / "out")
+    assert result["loss"] != diagnose(config)["loss"]
+    timesteps = [part["timestep"] for part in result["schedule"]]
+    assert timesteps == sorted(timesteps)
+    assert "too few finite values" not in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_takes_the_users_images_and_labels(diagnose, error_of, config, pictures, tmp_path):
     result = diagnose(config, "--train_data_dir", pictures)
     assert "6 images" in result["data_source"]
