@@ -47,8 +47,10 @@ class Draws:
 
     @property
     def name(self) -> str:
-        kappa = "" if self.kappa is None else f" {self.kappa:g}"
-        return f"{self.skips} skips, {self.method}{kappa}, {self.join}, {self.norm}, width {self.width}"
+        method = self.method if self.kappa is None else f"{self.method} {self.kappa:g}"
+        method = f"reversed {method}" if self.reverse else method
+        network = f"{self.join}, norm {self.norm}, width {self.width}, gain {self.last_gain:g}"
+        return f"{self.skips} skips, {method}, {network}, target {self.target_scale:g}"
 
     @property
     def factors(self) -> list[float]:
