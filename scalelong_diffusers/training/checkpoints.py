@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +27,10 @@ from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
-from scalelong_diffusers.processes import processes, run_on_main_process
+from scalelong_diffusers.processes import full, processes, run_on_main_process
 from scalelong_diffusers.training.monitoring import METRICS_FILE
 from scalelong_diffusers.training.settings import SETTINGS_FILE
-from scalelong_diffusers.training.sharding import fill, full
+from scalelong_diffusers.training.sharding import fill
 from scalelong_diffusers.training.step import is_fused
 
 
@@ -360,7 +361,9 @@ def _read_shards(run: "TrainingRun", folder: Path, state: dict[str, Any]):
         for key, entry in stored.items()
         if key.startswith(_OPTIMIZER_PREFIX)
     }
-    dcp.load({**weights, **optimizer}, storage_reader=reader, no_dist=run.accelerator.num_processes == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+        dcp.load({**weights, **optimizer}, storage_reader=reader)
     if run.ema is not None and not has_ema:  # the average starts from the weights
         run.ema.shadow_params = run.optimizer_step.copy_parameters()
     tensors = {key.removeprefix(_OPTIMIZER_PREFIX): tensor for key, tensor in optimizer.items()}

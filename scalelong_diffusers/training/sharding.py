@@ -10,6 +10,8 @@ from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from scalelong_diffusers.processes import full
+
 
 class ShardedModels:
     """
@@ -67,11 +69,6 @@ def block_names(module: nn.Module) -> list[str]:
     """Return the names of the classes of blocks that a model gathers one after the other."""
     present = {type(part).__name__ for part in module.modules()}
     return [name for name in module._no_split_modules or () if name in present]
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a sharded tensor. All processes must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 from scalelong_diffusers.models.mup import param_groups
+from scalelong_diffusers.processes import full
 from scalelong_diffusers.training.config import OptimizationConfig
-from scalelong_diffusers.training.sharding import full
 
 
 class StepStatistics(NamedTuple):
