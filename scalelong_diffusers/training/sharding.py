@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from scalelong_diffusers.processes import full
 
@@ -66,9 +67,11 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> nn.Module:
 
 
 def block_names(module: nn.Module) -> list[str]:
-    """Return the names of the classes of blocks that a model gathers one after the other."""
-    present = {type(part).__name__ for part in module.modules()}
-    return [name for name in module._no_split_modules or () if name in present]
+    """Return the names of the classes of a model's blocks. Each block is gathered when it computes."""
+    # accelerate gathers the input embeddings of transformers by themselves, and torch gathers no weight twice.
+    embeddings = module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+    blocks = {type(part).__name__ for part in module.modules() if embeddings not in part.modules()}
+    return [name for name in module._no_split_modules or () if name in blocks]
 
 
 @torch.no_grad()

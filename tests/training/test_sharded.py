@@ -13,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalelong_diffusers import ScaleLongUnconditionalPipeline
+from scalelong_diffusers import ScaleLongTextToImagePipeline, ScaleLongUnconditionalPipeline, load_adapter
+from scalelong_diffusers.train import finetune_text_to_image, train_text_to_image
 from scalelong_diffusers.training import TrainingRun
+from scalelong_diffusers.training.stable_diffusion import load_stable_diffusion
 
 
 pytestmark = pytest.mark.slow
@@ -183,7 +185,7 @@ def test_trains_two_models_in_bf16_with_activation_checkpointing(shard, train, t
     succeed(running)
     for line, wanted in zip(metrics_of(sharded), metrics_of(whole), strict=True):
         for name in ("loss", "validation_loss"):
-            assert line.get(name) == pytest.approx(wanted.get(name), rel=0.01), (line, wanted)
+            assert line.get(name) == pytest.approx(wanted.get(name), abs=0.01), (line, wanted)
     pipe = ScaleLongTextToImagePipeline.from_pretrained(sharded)
     average = read_shards(sharded / "checkpoint-4")
     for name, model in (("unet", pipe.unet), ("text_encoder", pipe.text_encoder)):
