@@ -224,7 +224,7 @@ def save_state(run: "TrainingRun", folder: Path):
         _write_shards({**_sharded_state(run, run.ema is not None), **tensors}, folder / _SHARDS_FOLDER)
     else:
         _write_models(run, folder)
-        tensors = {name: full(tensor).cpu() for name, tensor in tensors.items()}
+        tensors = _gathered(tensors)
         run_on_main_process(lambda: _save_tensors(tensors, folder / _OPTIMIZER_FILE))
     scaler = run.accelerator.scaler
     state = {
@@ -264,6 +264,16 @@ def load_state(run: "TrainingRun", folder: Path, state: dict[str, Any]):
 
 
 # Whole models
+
+
+def _gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the whole tensors in the main process, and nothing in the others."""
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = full(tensor)
+        if processes().is_main_process:
+            whole[name] = tensor.cpu()
+    return whole
 
 
 def _write_models(run: "TrainingRun", folder: Path):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -28,7 +29,7 @@ RESUME = {"resume_from_checkpoint": "latest"}
 
 def use_fsdp(version: int = 2, **settings):
     """Return a function that sets accelerate's environment variables, as `accelerate launch --use_fsdp` does."""
-    settings = {"version": version, **settings}
+    settings = {"version": version, "cpu_ram_efficient_loading": "true", **settings}
     variables = {"ACCELERATE_USE_FSDP": "true"}
     variables |= {f"FSDP_{name.upper()}": str(value) for name, value in settings.items()}
     return lambda: os.environ.update(variables)
@@ -98,8 +99,8 @@ def test_trains_and_resumes_like_one_process(train, shard, double_script, weight
     for name in ("by four", "by one"):
         shutil.copytree(tmp_path / "killed", tmp_path / name)
     runs.append(shard(tmp_path / "killed", train_batch_size=4, **changes, **RESUME))
-    whole_state = {"fsdp": {"state_dict_type": "FULL_STATE_DICT"}}
-    runs.append(shard(tmp_path / "by four", 4, train_batch_size=2, **whole_state, **changes, **RESUME))
+    fsdp = {"state_dict_type": "FULL_STATE_DICT", "auto_wrap_policy": "NO_WRAP", "reshard_after_forward": "false"}
+    runs.append(shard(tmp_path / "by four", 4, fsdp=fsdp, train_batch_size=2, **changes, **RESUME))
     train(tmp_path / "by one", train_batch_size=8, **changes, **RESUME)
     succeed(*runs)
 
@@ -219,3 +220,32 @@ def test_trains_a_lora_and_gates(shard, train, build_kind, tmp_path):
     forget_later_checkpoints(sharded, 2)
     train(sharded, **changes, **RESUME)
     assert_equal(load_file(sharded / file), load_file(whole / file), 1e-4)
+
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured for DeepSpeed, .*; accepted: DDP, or FSDP2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "configured for Megatron-LM, .*; accepted: DDP, or FSDP2"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "configured for FSDP version 1; accepted: DDP, or FSDP2"),
+        (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing of the script"),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is not supported, because each step would"),
+    ],
+)
+def test_refuses_other_engines_and_their_options(refused, monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(message, refused())
+
+
+def test_refuses_8_bit_adam(shard, build_kind, tmp_path):
+    build_kind("sd1").save_pretrained(tmp_path / "base")
+    changes = {"pretrained_model_name_or_path": tmp_path / "base", "use_8bit_adam": True}
+    changes |= {"model_config_name_or_path": None, "script": finetune_text_to_image}
+    code, _, errors = shard(tmp_path / "run", **changes).wait()
+    assert code == 2
+    assert "--use_8bit_adam does not read the sharded weights of FSDP2: leave it out, or use DDP" in errors
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,153 @@
+"""Two nodes on the loopback: one dies, both start again, and the run continues exactly."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TRAIN = Path(__file__).parents[2] / "train"
+SECONDS = 200  # on a busy machine
+SCRIPT = TRAIN / "train_unconditional.py"
+RESUME = ["--resume_from_checkpoint", "latest"]
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+# Two tasks, one per node. Slurm's signals reach the tasks, not this process.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+command = sys.argv[2:]
+tasks = [
+    subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(n), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}})
+    for n in range(2)
+]
+sys.exit(max([task.wait() for task in tasks]))
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; echo 127.0.0.2; else echo "$@" >> "$(dirname "$0")/requeued"; fi
+"""
+
+
+@pytest.fixture
+def environment():
+    return os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture
+def processes():
+    """Processes that end with the test, with their children."""
+    started = []
+    yield started
+    for process in started:
+        end(process)
+
+
+def end(process: subprocess.Popen):
+    if process.poll() is None:
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
+    process.wait()
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def flags(tiny_config):
+    """The flags of a run with 16 steps, and with other flags."""
+
+    def make(folder, **changes):
+        settings = {"model_config_name_or_path": tiny_config, "resolution": 8, "num_shapes": 30, "validation_size": 3}
+        settings |= {"train_batch_size": 2, "max_train_steps": 16, "checkpointing_steps": 4, "logging_steps": 1}
+        settings |= {"validation_steps": 5, "sample_steps": 0, "lr_warmup_steps": 3, "learning_rate": 0.01}
+        settings |= {"output_dir": folder, **changes}
+        return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+    return make
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+def assert_same_shards(folder: Path, expected: Path):
+    files = sorted((expected / "shards").iterdir())
+    assert len(files) == 2
+    for file in files:
+        assert (folder / "shards" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_node_dies_and_both_start_again(launch, processes, environment, flags, metrics_of, tmp_path):
+    """Each node has a launcher and a process. They shard the weights."""
+    expected, folder = tmp_path / "expected", tmp_path / "run"
+    undisturbed = launch(expected, 2, train_batch_size=2, prepare=lambda: os.environ.update(FSDP))
+
+    def start(*arguments) -> list[subprocess.Popen]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        rendezvous = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint]
+        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, SCRIPT, *arguments]
+        nodes = [subprocess.Popen(command, env=environment | FSDP) for _ in range(2)]
+        processes.extend(nodes)
+        return nodes
+
+    first, second = start(*flags(folder, max_train_steps=4000))
+    wait_until(lambda: steps_in(folder), first)
+    end(second)
+    assert first.wait(SECONDS) != 0
+    for step in steps_in(folder)[1:]:
+        (folder / f"checkpoint-{step}").rename(tmp_path / f"later-{step}")
+    assert steps_in(folder) == [4]
+    assert [node.wait(SECONDS) for node in start(*flags(folder), *RESUME)] == [0, 0]
+    assert undisturbed.wait()[0] == 0
+    assert_same_shards(folder / "checkpoint-16", expected / "checkpoint-16")
+    assert metrics_of(folder) == metrics_of(expected)
+
+
+def test_slurm_job_is_queued_again_and_resumes(processes, environment, flags, tmp_path):
+    commands = {"srun": SRUN, "scontrol": SCONTROL, "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        job = str(probe.getsockname()[1] % 10000)
+    environment |= {
+        "PATH": f"{tmp_path}:{environment['PATH']}",
+        "SLURM_JOB_ID": job,
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
+    folder = tmp_path / "run"
+
+    def start(**changes) -> subprocess.Popen:
+        options = flags(folder, checkpointing_steps=1000, **changes)
+        position = options.index("--output_dir")
+        del options[position : position + 2]
+        command = ["bash", TRAIN / "slurm.sbatch", folder, SCRIPT, *options]
+        processes.append(subprocess.Popen(command, env=environment))
+        return processes[-1]
+
+    job = start(max_train_steps=4000)
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text(), job)
+    for child in psutil.Process(job.pid).children(recursive=True):
+        child.send_signal(signal.SIGTERM)
+    assert job.wait(SECONDS) == 143
+    assert (tmp_path / "requeued").read_text() == f"requeue {environment['SLURM_JOB_ID']}\n"
+    (step,) = steps_in(folder)
+    job = start(max_train_steps=step + 2)
+    assert job.wait(SECONDS) == 0
+    assert steps_in(folder) == [step, step + 2]
+    assert (folder / "model_index.json").exists()
