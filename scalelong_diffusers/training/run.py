@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -30,7 +31,7 @@ from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
 from scalelong_diffusers.noise import NoiseProcess, noise_process
 from scalelong_diffusers.patching import set_skip_scaling_strength
-from scalelong_diffusers.processes import OtherProcessFailed, run_on_main_process
+from scalelong_diffusers.processes import OtherProcessFailed, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.terminal import print_lines
 from scalelong_diffusers.training import saving
@@ -342,8 +343,8 @@ class TrainingRun:
         """
         End the run: save the pipeline with EMA weights into the run's folder, and push it if `push_to_hub` is set.
 
-        Afterwards the models in memory have their raw weights and are in training mode again. To sample, load the
-        folder.
+        Afterwards the models in memory have their raw weights, or none with FSDP2, and are in training mode again. To
+        sample, load the folder.
 
         Args:
             card: more fields of `CardFacts` for the model card.
@@ -366,7 +367,7 @@ class TrainingRun:
 
     @contextmanager
     def evaluating(self, with_ema: bool = True):
-        """Switch the models to eval mode with EMA weights, and restore them afterwards."""
+        """Switch the models to eval mode with EMA weights, and restore them afterwards. All processes call this."""
         with self._replaced_weights(with_ema and self.ema is not None):
             for module in self.modules.values():
                 module.eval()
@@ -556,8 +557,17 @@ class TrainingRun:
     def _take_folder(self):
         """Lock the folder, and remove what a killed run left half-written."""
         run_on_main_process(self._lock.acquire)
+        if self.writes_shards:
+            run_on_all_processes(self._check_is_shared)
         for folder in (self.folder, self.folder / SAMPLES_FOLDER):
             run_on_main_process(partial(remove_leftovers, folder))
+
+    def _check_is_shared(self):
+        if not self.folder.is_dir():
+            raise UserError(
+                f"--output_dir {self.folder} does not exist on {socket.gethostname()}: with FSDP2, all nodes must see "
+                "the same folder"
+            )
 
     @contextmanager
     def _released_on_errors(self):

@@ -18,8 +18,8 @@ class ShardedModels:
     """
     Models for training whose weights are divided between the processes.
 
-    The `modules` of the script stay ordinary models, which pipelines can use and save. Outside of `gathered`, their
-    weights have no memory.
+    The `modules` of the script stay ordinary models, which pipelines can use and save. Their weights have values only
+    inside of `gathered`.
     """
 
     def __init__(self, accelerator: Accelerator, modules: Mapping[str, nn.Module]):
@@ -30,8 +30,7 @@ class ShardedModels:
             for name, module in modules.items()
             for whole, shard in zip(module.parameters(), self.models[name].parameters(), strict=True)
         }
-        for whole in self.sharded:
-            whole.untyped_storage().resize_(0)
+        self._release()
         for module in modules.values():
             accelerator.prepare_model(module, evaluation_mode=True)  # autocast, as in training
 
@@ -45,13 +44,16 @@ class ShardedModels:
     def gathered(self, replaced: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
         """Fill the whole models in every process. `replaced` has other weights for some sharded parameters."""
         for whole, shard in self.sharded.items():
-            whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-            whole.copy_(full(replaced.get(shard, shard)))
+            whole.data = full(replaced.get(shard, shard)).detach()
         try:
             yield
         finally:
-            for whole in self.sharded:
-                whole.untyped_storage().resize_(0)
+            self._release()
+
+    def _release(self):
+        """Free the memory of the whole weights, which keep their shapes."""
+        for whole in self.sharded:
+            whole.data = whole.new_empty(()).expand(whole.shape)
 
 
 def _shard(accelerator: Accelerator, module: nn.Module) -> nn.Module:

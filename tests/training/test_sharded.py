@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -249,3 +252,55 @@ def test_refuses_8_bit_adam(shard, build_kind, tmp_path):
     assert code == 2
     assert "--use_8bit_adam does not read the sharded weights of FSDP2: leave it out, or use DDP" in errors
     assert not (tmp_path / "run").exists()
+
+
+def test_gradient_scaler_skips_an_overflow_in_one_shard(shard, tmp_path):
+    """accelerate has a scaler only on GPUs. The gradient of the first process overflows in step 2."""
+    start, backward = TrainingRun.start, Accelerator.backward
+
+    def start_with_scaler(run, *args):
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        start(run, *args)
+        run.accelerator.trained = run.optimizer_step
+
+    def overflow(accelerator, loss):
+        backward(accelerator, loss)
+        steps = accelerator.trained.optimizer.param_groups[0]["params"][0]
+        accelerator.count = getattr(accelerator, "count", 0) + 1
+        if accelerator.count == 2 and accelerator.is_main_process:
+            steps.grad.to_local().fill_(math.inf)
+
+    def prepare():
+        TrainingRun.start, Accelerator.backward = start_with_scaler, overflow
+
+    folder = tmp_path / "run"
+    running = shard(folder, train_batch_size=2, prepare=prepare, max_train_steps=3, checkpointing_steps=1)
+    succeed(running)
+    first, second, third = (read_shards(folder / f"checkpoint-{step}") for step in (1, 2, 3))
+    weights = [name for name in first if name.startswith("unet/")]
+    assert all(torch.equal(first[name], second[name]) for name in weights)
+    assert not any(torch.equal(second[name], third[name]) for name in weights)
+    assert json.loads((folder / "checkpoint-2" / "state.json").read_text())["scaler"]["scale"] == 2.0**9
+
+
+def test_full_disk_ends_the_run_with_one_line(shard, tmp_path):
+    folder = tmp_path / "run"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    code, _, errors = shard(folder, train_batch_size=2, prepare=limit, max_train_steps=400).wait()
+    assert code == 1
+    assert re.search(f"cannot write the checkpoint of step 4 in {folder}: process [01]: .*; there is no", errors)
+    assert "Traceback" not in errors
+    assert not list(folder.glob("*checkpoint-*")) + list(folder.glob(".scalelong-partial-*"))
+
+
+def test_refuses_a_folder_that_nodes_do_not_share(shard, tmp_path):
+    """The second process has another current folder."""
+
+    def move():
+        folder = tmp_path / f"node-{os.environ['RANK']}"
+        folder.mkdir()
+        os.chdir(folder)
+
+    code, _, errors = shard("run", train_batch_size=2, prepare=move).wait()
+    assert code == 2
+    assert re.search("--output_dir run does not exist on .*: with FSDP2, all nodes must see the same folder", errors)
