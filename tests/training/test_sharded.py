@@ -1,6 +1,5 @@
 """FSDP2 trains like one process, its checkpoints resume exactly, and its pipelines are ordinary ones."""
 
-import importlib.util
 import json
 import math
 import os
@@ -36,14 +35,6 @@ def use_fsdp(version: int = 2, **settings):
     variables = {"ACCELERATE_USE_FSDP": "true"}
     variables |= {f"FSDP_{name.upper()}": str(value) for name, value in settings.items()}
     return lambda: os.environ.update(variables)
-
-
-@pytest.fixture(scope="module")
-def double_script():
-    spec = importlib.util.spec_from_file_location("double_script", Path(__file__).parent / "double_script.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

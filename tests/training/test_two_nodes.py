@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TRAIN = Path(__file__).parents[2] / "train"
 SECONDS = 200  # on a busy machine
 SCRIPT = TRAIN / "train_unconditional.py"
-RESUME = ["--resume_from_checkpoint", "latest"]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 # Two tasks, one per node. Slurm's signals reach the tasks, not this process.
 SRUN = f"""#!{sys.executable}
@@ -66,20 +64,6 @@ def wait_until(condition, process):
         time.sleep(0.01)
 
 
-@pytest.fixture
-def flags(tiny_config):
-    """The flags of a run with 16 steps, and with other flags."""
-
-    def make(folder, **changes):
-        settings = {"model_config_name_or_path": tiny_config, "resolution": 8, "num_shapes": 30, "validation_size": 3}
-        settings |= {"train_batch_size": 2, "max_train_steps": 16, "checkpointing_steps": 4, "logging_steps": 1}
-        settings |= {"validation_steps": 5, "sample_steps": 0, "lr_warmup_steps": 3, "learning_rate": 0.01}
-        settings |= {"output_dir": folder, **changes}
-        return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-    return make
-
-
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
@@ -93,54 +77,44 @@ def assert_same_shards(folder: Path, expected: Path):
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-def test_a_node_dies_and_both_start_again(launch, processes, environment, flags, metrics_of, tmp_path):
+def test_a_node_dies_and_both_start_again(launch, processes, environment, small_run, free_port, metrics_of, tmp_path):
     """Each node has a launcher and a process. They shard the weights."""
     expected, folder = tmp_path / "expected", tmp_path / "run"
     undisturbed = launch(expected, 2, train_batch_size=2, prepare=lambda: os.environ.update(FSDP))
 
-    def start(*arguments) -> list[subprocess.Popen]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        rendezvous = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint]
-        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, SCRIPT, *arguments]
+    def start(**changes) -> list[subprocess.Popen]:
+        rendezvous = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{free_port()}"
+        launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous.split()]
+        command = [*launcher, SCRIPT, *small_run(output_dir=folder, train_batch_size=2, **changes)]
         nodes = [subprocess.Popen(command, env=environment | FSDP) for _ in range(2)]
         processes.extend(nodes)
         return nodes
 
-    first, second = start(*flags(folder, max_train_steps=4000))
+    first, second = start(max_train_steps=4000)
     wait_until(lambda: steps_in(folder), first)
     end(second)
     assert first.wait(SECONDS) != 0
     for step in steps_in(folder)[1:]:
         (folder / f"checkpoint-{step}").rename(tmp_path / f"later-{step}")
     assert steps_in(folder) == [4]
-    assert [node.wait(SECONDS) for node in start(*flags(folder), *RESUME)] == [0, 0]
+    assert [node.wait(SECONDS) for node in start(resume_from_checkpoint="latest")] == [0, 0]
     assert undisturbed.wait()[0] == 0
     assert_same_shards(folder / "checkpoint-16", expected / "checkpoint-16")
     assert metrics_of(folder) == metrics_of(expected)
 
 
-def test_slurm_job_is_queued_again_and_resumes(processes, environment, flags, tmp_path):
+def test_slurm_job_is_queued_again_and_resumes(processes, environment, small_run, free_port, tmp_path):
     commands = {"srun": SRUN, "scontrol": SCONTROL, "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        job = str(probe.getsockname()[1] % 10000)
-    environment |= {
-        "PATH": f"{tmp_path}:{environment['PATH']}",
-        "SLURM_JOB_ID": job,
-        "SLURM_JOB_NODELIST": "node[1-2]",
-    }
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}"}
+    environment |= {"SLURM_JOB_ID": str(free_port() % 10_000), "SLURM_JOB_NODELIST": "node[1-2]"}
     folder = tmp_path / "run"
 
     def start(**changes) -> subprocess.Popen:
-        options = flags(folder, checkpointing_steps=1000, **changes)
-        position = options.index("--output_dir")
-        del options[position : position + 2]
-        command = ["bash", TRAIN / "slurm.sbatch", folder, SCRIPT, *options]
+        flags = small_run(train_batch_size=2, checkpointing_steps=1000, **changes)
+        command = ["bash", TRAIN / "slurm.sbatch", folder, SCRIPT, *flags]
         processes.append(subprocess.Popen(command, env=environment))
         return processes[-1]
 
