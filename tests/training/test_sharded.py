@@ -79,9 +79,9 @@ def forget_later_checkpoints(folder: Path, step: int):
 
 def test_trains_and_resumes_like_one_process(train, shard, double_script, weights_of, metrics_of, tmp_path):
     """
-    In float64 with muP. Two processes are killed and resumed by two, by four and by one.
+    Train in float64 with muP. Two processes are killed, and resumed by two, by four and by one.
 
-    Two resume bit-identically. The others train like one process throughout.
+    Two resume bit-identically. All of them train like one process throughout.
     """
     changes = {"script": double_script, **TWENTY, **MUP}
     whole = train(tmp_path / "whole", train_batch_size=8, **changes)

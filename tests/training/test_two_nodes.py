@@ -1,6 +1,7 @@
 """Two nodes on the loopback: one dies, both start again, and the run continues exactly."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 
@@ -129,3 +131,16 @@ def test_slurm_job_is_queued_again_and_resumes(processes, environment, small_run
     assert job.wait(SECONDS) == 0
     assert steps_in(folder) == [step, step + 2]
     assert (folder / "model_index.json").exists()
+
+
+def test_kubernetes_file_starts_two_nodes():
+    service, job = yaml.safe_load_all((TRAIN / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert service["metadata"]["name"] == pod["subdomain"]
+    (script,) = pod["containers"][0]["args"]
+    assert subprocess.run(["bash", "-n", "-c", script]).returncode == 0
+    assert "--nnodes 2" in script
+    assert f"--master_addr {job['metadata']['name']}-0.{pod['subdomain']}" in script
+    (timeout,) = re.findall(r"--shutdown_timeout (\d+)", script)
+    assert int(timeout) < pod["terminationGracePeriodSeconds"]
