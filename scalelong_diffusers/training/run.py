@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ from diffusers.training_utils import EMAModel
 from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from tqdm import tqdm
 
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
@@ -29,7 +31,7 @@ from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
 from scalelong_diffusers.noise import NoiseProcess, noise_process
 from scalelong_diffusers.patching import set_skip_scaling_strength
-from scalelong_diffusers.processes import run_on_main_process
+from scalelong_diffusers.processes import OtherProcessFailed, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.terminal import print_lines
 from scalelong_diffusers.training import saving
@@ -56,6 +58,7 @@ from scalelong_diffusers.training.settings import (
     describe_settings,
     inexact_resume_warning,
 )
+from scalelong_diffusers.training.sharding import ShardedModels
 from scalelong_diffusers.training.step import OptimizerStep, adamw, optimizer_groups
 
 
@@ -184,7 +187,7 @@ class TrainingRun:
         self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds, self._images = 0.0, 0  # since the last log line
-        self._skips = SkipMonitor(self, modules["unet"])
+        self._skips = SkipMonitor(self, self.trained["unet"])
         with self._released_on_errors():
             if self.config.output.resume_from_checkpoint is not None:
                 self._resume(self.config.output.resume_from_checkpoint)
@@ -222,30 +225,44 @@ class TrainingRun:
             module.to(self.device).train()
             if options.gradient_checkpointing:
                 _enable_gradient_checkpointing(module)
-            if options.compile:
-                module.compile()
-        named_parameters = {
-            f"{name}.{key}": parameter
-            for name, module in modules.items()
-            for key, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        steps = self.size.max_train_steps
         if optimizer is None:
-            groups = optimizer_groups(
-                options, modules.values(), named_parameters.values(), self.config.start.get("skip_lr_scale")
-            )
+            trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+            groups = optimizer_groups(options, modules.values(), trained, self.config.start.get("skip_lr_scale"))
             optimizer = adamw(options, groups)
         elif any(mixes_mup_settings(module, optimizer) for module in modules.values()):
             self.print(
                 "warning: the optimizer trains parameters with equal settings that muP trains with different ones, so "
                 "its learning rates are wrong: build it from mup_param_groups(model, ...)"
             )
+        # What is trained: the modules themselves, or sharded copies of them.
+        self.trained = dict(modules)
+        if self.accelerator.is_fsdp2:
+            self._sharded = ShardedModels(self.accelerator, modules)
+            self._sharded.switch(optimizer)
+            self.trained = self._sharded.models
+        if options.compile:
+            for model in self.trained.values():
+                model.compile()
+        named_parameters = {
+            f"{name}.{key}": parameter
+            for name, model in self.trained.items()
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        steps = self.size.max_train_steps
         self.optimizer_step = OptimizerStep(options, self.accelerator, named_parameters, optimizer, steps)
         # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
-        self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
-        scaled = [module for module in modules.values() if isinstance(module, SkipScalingMixin)]
-        self._full_strength = {module: module.skip_scaler.config.strength for module in scaled}
+        self.models = dict(self.trained)
+        if not self.accelerator.is_fsdp2:
+            self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
+        scaled = [m for m in (*modules.values(), *self.trained.values()) if isinstance(m, SkipScalingMixin)]
+        self._full_strength = {model: model.skip_scaler.config.strength for model in scaled}
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether each process writes its shards of a checkpoint, as accelerate's `fsdp_state_dict_type` says."""
+        is_sharded = self.accelerator.is_fsdp2
+        return is_sharded and self.accelerator.state.fsdp_plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
     @property
     def ema(self) -> EMAModel | None:
@@ -326,8 +343,8 @@ class TrainingRun:
         """
         End the run: save the pipeline with EMA weights into the run's folder, and push it if `push_to_hub` is set.
 
-        Afterwards the models in memory have their raw weights and are in training mode again. To sample, load the
-        folder.
+        Afterwards the models in memory have their raw weights, or none with FSDP2, and are in training mode again. To
+        sample, load the folder.
 
         Args:
             card: more fields of `CardFacts` for the model card.
@@ -350,19 +367,30 @@ class TrainingRun:
 
     @contextmanager
     def evaluating(self, with_ema: bool = True):
-        """Switch the models to eval mode with EMA weights, and restore them afterwards."""
-        with_ema = with_ema and self.ema is not None
+        """Switch the models to eval mode with EMA weights, and restore them afterwards. All processes call this."""
+        with self._replaced_weights(with_ema and self.ema is not None):
+            for module in self.modules.values():
+                module.eval()
+            try:
+                yield
+            finally:
+                for module in self.modules.values():
+                    module.train()
+
+    @contextmanager
+    def _replaced_weights(self, with_ema: bool):
+        """Give the modules their EMA weights, or their whole weights if those are sharded."""
         parameters = self.optimizer_step.parameters
+        if self.accelerator.is_fsdp2:
+            with self._sharded.gathered(dict(zip(parameters, self.ema.shadow_params)) if with_ema else {}):
+                yield
+            return
         if with_ema:
             self.ema.store(parameters)
             self.ema.copy_to(parameters)
-        for module in self.modules.values():
-            module.eval()
         try:
             yield
         finally:
-            for module in self.modules.values():
-                module.train()
             if with_ema:
                 self.ema.restore(parameters)
 
@@ -380,19 +408,20 @@ class TrainingRun:
     def write(self, what: str, function: Callable[[], Any]):
         """Call `function` in one process while the others wait. If it cannot write, the run stops with one line."""
 
-        def attempt():
-            try:
-                function()
-            except (OSError, SafetensorError) as error:
-                steps = self.checkpoints.steps()
-                last = (
-                    f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
-                )
-                reason = " ".join(str(error).split())
-                message = f"cannot write {what} in {self.folder}: {reason}; {last}"
-                raise TrainingStopped(message, on_all_processes=True) from error
+        with self._write_errors(what):
+            run_on_main_process(function)
 
-        run_on_main_process(attempt)
+    @contextmanager
+    def _write_errors(self, what: str):
+        """End the run with one line in all processes if one of them cannot write."""
+        try:
+            yield
+        except (OSError, SafetensorError, OtherProcessFailed) as error:
+            steps = self.checkpoints.steps()
+            last = f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
+            reason = " ".join(str(error).split())
+            message = f"cannot write {what} in {self.folder}: {reason}; {last}"
+            raise TrainingStopped(message, on_all_processes=True) from error
 
     def finish(self):
         """End the trackers and the process group, and release the folder."""
@@ -499,8 +528,8 @@ class TrainingRun:
         if names := self.optimizer_step.nonfinite_weights():
             message = f"step {step}: the weights of {', '.join(names)} are not finite and were not saved"
             raise TrainingStopped(message, on_all_processes=True)
-        write = partial(self.checkpoints.save, step, lambda folder: save_state(self, folder))
-        self.write(f"the checkpoint of step {step}", write)
+        with self._write_errors(f"the checkpoint of step {step}"):
+            self.checkpoints.save(step, partial(save_state, self))
 
     def _resume(self, which: str):
         path, skipped = run_on_main_process(lambda: self.checkpoints.find(which))
@@ -528,8 +557,17 @@ class TrainingRun:
     def _take_folder(self):
         """Lock the folder, and remove what a killed run left half-written."""
         run_on_main_process(self._lock.acquire)
+        if self.writes_shards:
+            run_on_all_processes(self._check_is_shared)
         for folder in (self.folder, self.folder / SAMPLES_FOLDER):
             run_on_main_process(partial(remove_leftovers, folder))
+
+    def _check_is_shared(self):
+        if not self.folder.is_dir():
+            raise UserError(
+                f"--output_dir {self.folder} does not exist on {socket.gethostname()}: with FSDP2, all nodes must see "
+                "the same folder"
+            )
 
     @contextmanager
     def _released_on_errors(self):

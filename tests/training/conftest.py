@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -316,6 +316,26 @@ def launch_script(launch_main):
         return launch_main(module.main, arguments[1:], processes)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def double_script():
+    """The unconditional training in float64."""
+    spec = importlib.util.spec_from_file_location("double_script", Path(__file__).parent / "double_script.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def small_run(tiny_config):
+    """`small_run(flag=value)`: the command line of a run of the unconditional script that takes a second."""
+    return lambda **changes: make_flags(**{"model_config_name_or_path": tiny_config, **SMALL, **changes})
+
+
+@pytest.fixture(scope="session")
+def free_port():
+    return _free_port
 
 
 @pytest.fixture
