@@ -161,7 +161,7 @@ def test_reads_a_newer_version_with_known_fields():
     assert SkipScalingConfig.parse(entry) == SkipScalingConfig("cs", kappa=0.9)
 
 
-@pytest.mark.parametrize("method", ["cs", "compensated_cs"])
+@pytest.mark.parametrize("method", ["cs", "compensated_cs", "linear"])
 def test_rejects_cs_for_a_single_skip(method):
     message = f"method '{method}' cannot scale a model with one long skip, as k_1 = 1; use 'constant'"
     with pytest.raises(UserError, match=message):
