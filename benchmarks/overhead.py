@@ -59,13 +59,13 @@ def unidiffuser() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         sample_size=32, patch_size=2, in_channels=4, num_layers=8, num_attention_heads=4, attention_head_dim=64,
         norm_type="layer_norm",
     )  # fmt: skip
-    return model, {"hidden_states": torch.randn(4, 4, 32, 32)}
+    return model, {"hidden_states": torch.randn(2, 4, 32, 32)}
 
 
 MODELS = {
     "ddpm-cifar10, batch 16": ddpm_cifar10,
     "half-width sd1.5, batch 2": half_width_sd15,
-    "unidiffuser, batch 4": unidiffuser,
+    "unidiffuser, batch 2": unidiffuser,
 }
 
 

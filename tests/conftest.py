@@ -428,7 +428,7 @@ FEW_LAYERS = {
         "dropout": (0.0, 0.0),
         "switch_level": (False,),
     },
-    "hunyuan-dit": {"num_layers": 6},
+    "hunyuan-dit": {"num_layers": 4},
     "unidiffuser": {"num_layers": 2},
 }
 

@@ -39,7 +39,9 @@ def solve_kappa(target: float, num_skips: int, method: str = "cs", reverse: bool
         return math.fsum(k * k for k in skip_factors(method, num_skips, kappa, reverse))
 
     if energy(0.0) > target:
-        raise UserError(f"no kappa gives S = {target:g} for the method {method!r} and {num_skips} skips: pass a number")
+        raise UserError(
+            f"no kappa gives S = {target:g} for the method {method!r} and {num_skips} skips: pass a number"
+        )
     low, high = 0.0, 1.0
     while (kappa := (low + high) / 2) not in (low, high):
         low, high = (kappa, high) if energy(kappa) < target else (low, kappa)

@@ -109,6 +109,11 @@ def test_refuses_learned_factors(trained_uvit):
     assert model.config.skip_scaling["method"] == "ls"
 
 
+def test_refuses_a_preserve_output_that_is_not_a_bool(trained_uvit):
+    with pytest.raises(UserError, match="preserve_output must be True or False, got 'no'"):
+        apply_skip_scaling(trained_uvit[0], "cs", preserve_output="no")
+
+
 def test_refuses_a_factor_of_zero(trained_uvit):
     @register_skip_method("no_skips", has_parameters=False)
     def no_skips(skip):
