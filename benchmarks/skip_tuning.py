@@ -15,8 +15,8 @@ The protocol, fixed before the first run:
   deterministic, and all samplings start from the same 1,000 noises.
 - Quality: FID of the 1,000 images against all training images. The features are those that a small ResNet learned from
   the labels of Fashion-MNIST (fashion_mnist.py).
-- Reported: FID for rho = 1, and for the others its ratio to that of the same model. A value of rho counts as better or
-  worse only if both seeds agree.
+- Reported: FID for rho = 1, and for the others FID divided by the FID of the same model for rho = 1. A value of rho
+  counts as better or worse only if both seeds agree.
 
 To resume after an interruption, run the same command again. Finished samplings are lines of
 benchmarks/skip_tuning.jsonl; the trained models stay in --folder.
@@ -27,6 +27,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,15 @@ def sample_all(arguments: argparse.Namespace, results: ResultFile[Sampling]):
         judge = Judge(folder, source)
         for setting in SETTINGS:
             waiting = [sampling for sampling in samplings(*setting) if sampling not in results]
-            trainer.run_all(lambda: {sampling.training for sampling in waiting})  # noqa: B023 - called at once
+            trainer.run_all(partial(trainings_of, waiting))
             for sampling in waiting:
                 fid = judge.fid(folder / sampling.training.name, sampling)
                 results.add(sampling, {"fid": round(fid, 3), "accuracy": accuracy})
                 print(f"{sampling}: FID {fid:.2f}", flush=True)
+
+
+def trainings_of(samplings: list[Sampling]) -> set[Training]:
+    return {sampling.training for sampling in samplings}
 
 
 def samplings(model: str, scheduler: str) -> list[Sampling]:
@@ -150,7 +155,7 @@ def sampled_images(model: Path, sampling: Sampling) -> Iterator[torch.Tensor]:
 
 
 def table(results: ResultFile[Sampling]) -> str:
-    """Return FID for rho = 1 and the ratios to it, where both seeds have finished."""
+    """Return FID for rho = 1 and the ratios to it, over the finished seeds."""
     heads = ("model", "scheduler", "steps", "FID, rho = 1", *(f"rho = {rho:g}" for rho in RHOS[1:]))
     rows = [(*setting, str(steps), *cells(results, *setting, steps)) for setting in SETTINGS for steps in STEPS]
     return markdown_table(heads, rows)

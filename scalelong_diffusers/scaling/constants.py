@@ -76,7 +76,7 @@ def magnitude_preserving_concatenation(skip: LongSkip, balance: float = 0.5) -> 
 
 @register_skip_method("linear", has_parameters=False)
 def linear_scaling(skip: LongSkip, kappa: float = 0.9) -> ConstantFactor:
-    """Factors that fall evenly from 1 for the outermost skip to kappa for the deepest, as in Skip-Tuning."""
+    """k_i falls evenly from 1 for the outermost skip to kappa for the deepest, as in Skip-Tuning."""
     return _factor(skip, "linear", kappa)
 
 

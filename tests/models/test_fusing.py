@@ -1,8 +1,11 @@
 """Moving constant factors into weights and out of them, without changing the output."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalelong_diffusers import (
     UserError,
@@ -63,6 +66,32 @@ def test_fused_model_is_plain_and_computes_the_same(cases, name, config):
     assert "skip_scaling" not in fused.config
     torch.testing.assert_close(output(fused, inputs), scaled, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(output(case.build().double(), inputs), scaled)
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of all operations of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_fused_model_runs_the_operations_of_the_stock_model(cases, name):
+    case, inputs = cases[name], cases[name].make_inputs()
+    scaled = case.build_scaled("cs")
+    seen = []
+    for model in (case.build(), scaled, fuse_skip_scaling(copy.deepcopy(scaled))):
+        with Operations() as operations:
+            output(model, inputs)
+        seen.append(operations.names)
+    stock, with_factors, fused = seen
+    assert fused == stock
+    assert len(with_factors) > len(stock)
 
 
 @pytest.mark.parametrize("config", CONSTANT, ids=str)
