@@ -56,7 +56,7 @@ def half_width_sd15() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def unidiffuser() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Build a small U-ViT of UniDiffuser, which reads its skips by linear layers, so that factors can be fused."""
     model = UTransformer2DModel(
-        sample_size=32, patch_size=2, in_channels=4, num_layers=8, num_attention_heads=4, attention_head_dim=64,
+        sample_size=32, patch_size=2, in_channels=4, num_layers=6, num_attention_heads=2, attention_head_dim=64,
         norm_type="layer_norm",
     )  # fmt: skip
     return model, {"hidden_states": torch.randn(2, 4, 32, 32)}
