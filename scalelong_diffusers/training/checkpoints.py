@@ -24,6 +24,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
 from scalelong_diffusers.training.monitoring import METRICS_FILE
+from scalelong_diffusers.training.power_ema import SNAPSHOTS_FOLDER, PowerEMA
 from scalelong_diffusers.training.settings import SETTINGS_FILE
 from scalelong_diffusers.training.step import is_fused
 
@@ -167,7 +168,7 @@ def check_folder(checkpoints: Checkpoints, is_new: bool):
             "folder"
         )
     contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
-    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE)
+    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE, SNAPSHOTS_FOLDER)
     contents |= {name: f"{name}, which the run would replace" for name in (*logs, *_COMPONENTS)}
     for name, what in contents.items():
         if (folder / name).exists():
@@ -200,6 +201,7 @@ FORMAT_VERSION = 2
 _STATE_FILE = "state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _TRAINED_FILE = "trained.safetensors"
+_POWER_EMA_FILE = "power_ema.safetensors"
 
 
 def save_state(run: "TrainingRun", folder: Path):
@@ -211,6 +213,8 @@ def save_state(run: "TrainingRun", folder: Path):
                 _save_weights(module, folder / f"{name}_ema")
     tensors, numbers = _optimizer_state(run)
     save_file(tensors, folder / _OPTIMIZER_FILE)
+    if run.optimizer_step.power_ema is not None:
+        save_file(run.optimizer_step.power_ema.state(), folder / _POWER_EMA_FILE)
     scaler = run.accelerator.scaler
     state = {
         "format_version": FORMAT_VERSION,
@@ -244,6 +248,8 @@ def load_state(run: "TrainingRun", folder: Path, state: dict[str, Any]):
     if run.ema is not None:
         run.ema.shadow_params = [parameter.detach().clone() for parameter in run.optimizer_step.parameters]
         run.ema.optimization_step = state["ema_steps"] or 0
+    if run.optimizer_step.power_ema is not None:
+        _load_power_ema(run.optimizer_step.power_ema, folder / _POWER_EMA_FILE, state["step"])
     for name, module in run.modules.items():
         _load_weights(module, folder / name)
     _load_optimizer_state(run, load_file(folder / _OPTIMIZER_FILE), state["optimizer"])
@@ -252,6 +258,15 @@ def load_state(run: "TrainingRun", folder: Path, state: dict[str, Any]):
     run.global_step = state["step"]
     run.progress = type(run.progress)(**state["progress"])
     run.optimizer_step.set_nonfinite_in_a_row(run.progress.nonfinite_in_a_row)
+
+
+def _load_power_ema(averages: PowerEMA, file: Path, step: int):
+    if not file.is_file():
+        raise UserError(
+            f"{file.parent} has no averages for --ema_snapshot_steps, which must be kept from the first step: omit "
+            "the flag, or start a new run"
+        )
+    averages.load(load_file(file), step)
 
 
 def _save_weights(module: nn.Module, folder: Path):

@@ -143,6 +143,10 @@ class OptimizationConfig:
     ema_decay: float = option(
         0.9999, "maximum EMA decay; it ramps up as (1 + step) / (10 + step)", at_least=0, below=1
     )
+    ema_snapshot_steps: int | None = option(
+        None, "keep two more averages and save snapshots of them every N steps, from which `scalelong ema` makes EMA "
+        "weights of any length after training (default: never)", at_least=1, at_most=10**9,
+    )  # fmt: skip
     mixed_precision: str | None = option(
         None, "compute in this dtype; the weights stay in fp32 (default: accelerate's configuration)",
         choices=("no", "fp16", "bf16"),

@@ -48,6 +48,7 @@ from scalelong_diffusers.training.monitoring import (
     skip_scalars,
     validation_losses,
 )
+from scalelong_diffusers.training.power_ema import SNAPSHOTS_FOLDER, remove_later_snapshots, write_snapshot
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
     SETTINGS_FILE,
@@ -196,6 +197,7 @@ class TrainingRun:
             self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
             self.write("the log", self._resume_log)
+            self.write("the EMA snapshots", lambda: remove_later_snapshots(self.folder, self.global_step))
             if self.config.monitoring.report_to != "none":
                 self.write("the log", self._start_trackers)
 
@@ -429,6 +431,9 @@ class TrainingRun:
             stop = self._read_statistics()
         if log:
             self._log()
+        if self.is_due(self.config.optimization.ema_snapshot_steps or 0):
+            averages = self.optimizer_step.power_ema.state()
+            self.write("the EMA snapshot", lambda: write_snapshot(self.folder, self.global_step, averages))
         if save or stop:
             self.save_checkpoint()
         if stop and self.global_step < self.size.max_train_steps:
@@ -528,7 +533,7 @@ class TrainingRun:
     def _take_folder(self):
         """Lock the folder, and remove what a killed run left half-written."""
         run_on_main_process(self._lock.acquire)
-        for folder in (self.folder, self.folder / SAMPLES_FOLDER):
+        for folder in (self.folder, self.folder / SAMPLES_FOLDER, self.folder / SNAPSHOTS_FOLDER):
             run_on_main_process(partial(remove_leftovers, folder))
 
     @contextmanager
