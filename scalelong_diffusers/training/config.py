@@ -153,6 +153,10 @@ class OptimizationConfig:
     )  # fmt: skip
     gradient_checkpointing: bool = option(False, "save memory by recomputing activations", on_resume="free")
     compile: bool = option(False, "compile the model with torch.compile", on_resume="free")
+    compile_repeated_blocks: bool = option(
+        False, "with --compile: compile the repeated blocks of a model, which takes a fraction of the time; models "
+        "without repeated blocks are compiled as a whole", on_resume="free",
+    )  # fmt: skip
     allow_tf32: bool = option(False, "allow TF32 matrix products, which are faster on Ampere GPUs and later")
     skip_scaling_warmup_steps: int | None = option(
         None,
@@ -170,6 +174,8 @@ class OptimizationConfig:
 
     def __post_init__(self):
         check_options(self)
+        if self.compile_repeated_blocks and not self.compile:
+            raise UserError("--compile_repeated_blocks needs --compile")
 
 
 @dataclass(frozen=True)

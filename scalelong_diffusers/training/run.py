@@ -225,7 +225,7 @@ class TrainingRun:
             if options.gradient_checkpointing:
                 _enable_gradient_checkpointing(module)
             if options.compile:
-                module.compile()
+                compile_model(module, options.compile_repeated_blocks)
         named_parameters = {
             f"{name}.{key}": parameter
             for name, module in modules.items()
@@ -582,6 +582,14 @@ class TrainingRun:
                 yield batch
         except UserError as error:  # in this process only
             raise TrainingStopped(str(error), exit_code=2) from error
+
+
+def compile_model(module: nn.Module, only_repeated_blocks: bool):
+    """Compile a model, or its repeated blocks if it has any."""
+    if only_repeated_blocks and isinstance(module, ModelMixin) and module._repeated_blocks:
+        module.compile_repeated_blocks()
+    else:
+        module.compile()
 
 
 def _enable_gradient_checkpointing(module: nn.Module):
