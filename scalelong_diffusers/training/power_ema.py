@@ -1,7 +1,7 @@
 """
 Averages of the weights with power-function profiles, and their snapshots during training.
 
-The equations come from Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2, 2023).
+The equations are from Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (2023).
 """
 
 from collections.abc import Mapping
