@@ -192,7 +192,7 @@ def reconstruction(steps: Sequence[int], end: int, sigma_rels: Sequence[float]) 
 
     Returns:
         The factors of the snapshots, `(sigma_rel, kept profile, snapshot)`. They minimize the distance between the
-        combined and the wanted profile in L2, and add up to 1, so that constant weights stay what they are.
+        combined and the wanted profile in L2, and add up to 1, so that constant weights do not change.
         The relative distances that remain.
     """
     times = torch.tensor(steps, dtype=torch.float64).repeat(len(KEPT_SIGMA_RELS))
