@@ -1,7 +1,7 @@
 """
 Post-hoc EMA: reconstruct averages of any length from the snapshots of a run.
 
-The method is that of Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2, 2023).
+The method is from Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (2023).
 """
 
 import shutil
