@@ -5,6 +5,7 @@ import functools
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from scalelong_diffusers.pipelines.text_encoding import load_text_encoder, token
 from scalelong_diffusers.training.checkpoints import CHECKSUMS_FILE, Checkpoints, read_state
 from scalelong_diffusers.training.models import load_vae
 from scalelong_diffusers.training.monitoring import MetricsFile
+from scalelong_diffusers.training.posthoc_ema import reconstruct_ema
 from scalelong_diffusers.training.stable_diffusion import load_stable_diffusion
 
 
@@ -239,6 +241,23 @@ def _latents(folder: Path) -> dict[str, torch.Tensor]:
 _cached_latents = functools.cache(_latents)
 
 
+def use_ema_snapshots(damage: Damage):
+    """Reconstruct EMA weights from the snapshots. Damage must be noticed."""
+    average = _average(damage.folder)
+    expected = _cached_average(damage.original)
+    if any(not torch.equal(average[name], expected[name]) for name in expected):
+        raise Failure("damaged snapshots give other weights")
+
+
+def _average(folder: Path) -> dict[str, torch.Tensor]:
+    with tempfile.TemporaryDirectory() as output_dir:
+        [result] = reconstruct_ema(str(folder), output_dir, [0.08])
+        return load_pipeline(result.folder).unet.state_dict()
+
+
+_cached_average = functools.cache(_average)
+
+
 def use_image(damage: Damage):
     read_image(damage.file, damage.file.name)
 
@@ -300,6 +319,7 @@ TARGETS = (
     Target("unconditional", ("checkpoint-*/**/*",), use_checkpoint),
     Target("unconditional", ("*", "checkpoint-*/**/*", "unet/*", "scheduler/*"), use_run),
     Target("unconditional", ("settings.json", "model_index.json", "unet/*", "scheduler/*"), use_in_diagnosis),
+    Target("unconditional", ("ema_snapshots/*",), use_ema_snapshots),
     Target("unconditional", ("metrics.jsonl",), use_metrics),
     Target("precompute", ("*",), use_latents),
     Target("images", ("**/*",), use_image),

@@ -159,6 +159,7 @@ _COMMANDS = {
     "kappa": (cli_command("kappa"), {"skips": 6}),
     "presets": (cli_command("presets"), {"": "cifar10-uvit-s-2"}),
     "convert": (cli_command("convert"), {"": "{parts}/reference_checkpoint", " ": "{output_dir}"}),
+    "ema": (cli_command("ema"), {"": "{parts}/unconditional", "sigma_rel": 0.1, "output_dir": "{output_dir}"}),
     "paper": (cli_command("paper"), {"": "lemma3.2", "quick": True, "output_dir": "{output_dir}"}),
 }
 _SHORT = {"max_train_steps": 2, "lr_warmup_steps": 1, "validation_steps": 1, "sample_steps": 2}

@@ -21,7 +21,12 @@ def round_count(text: str) -> int:
     return int(text)
 
 
-def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def paired_times(
+    functions: dict[str, Callable[[], None]],
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Return the seconds of each function in each round. Every round runs all of them in a random order."""
     for _ in range(warmup):
         for function in functions.values():
@@ -30,9 +35,9 @@ def paired_times(functions: dict[str, Callable[[], None]], rounds: int, warmup: 
     times = {name: [] for name in functions}
     for _ in range(rounds):
         for name in order.sample(list(functions), len(functions)):
-            start = time.perf_counter()
+            start = clock()
             functions[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 

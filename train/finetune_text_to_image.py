@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.training import (
     Batch,
     MonitoringConfig,
@@ -73,6 +74,10 @@ class FineTuningConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         self.data.check_is_given()
+        if self.lora_rank is not None and self.optimization.ema_snapshot_steps is not None:
+            raise UserError(
+                "--ema_snapshot_steps needs a whole U-Net, and --lora_rank trains an adapter: pass one of them"
+            )
 
     @classmethod
     def implied_options(cls, values: Mapping) -> Mapping:

@@ -29,6 +29,7 @@ from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, w
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
 from scalelong_diffusers.processes import full, processes, run_on_main_process
 from scalelong_diffusers.training.monitoring import METRICS_FILE
+from scalelong_diffusers.training.power_ema import SNAPSHOTS_FOLDER, PowerEMA
 from scalelong_diffusers.training.settings import SETTINGS_FILE
 from scalelong_diffusers.training.sharding import fill
 from scalelong_diffusers.training.step import is_fused
@@ -179,7 +180,7 @@ def check_folder(checkpoints: Checkpoints, is_new: bool):
             "folder"
         )
     contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
-    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE)
+    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE, SNAPSHOTS_FOLDER)
     contents |= {name: f"{name}, which the run would replace" for name in (*logs, *_COMPONENTS)}
     for name, what in contents.items():
         if (folder / name).exists():
@@ -214,6 +215,7 @@ _OPTIMIZER_FILE = "optimizer.safetensors"
 _TRAINED_FILE = "trained.safetensors"
 _SHARDS_FOLDER = "shards"
 _OPTIMIZER_PREFIX = "optimizer/"
+_POWER_EMA_FILE = "power_ema.safetensors"
 
 
 def save_state(run: "TrainingRun", folder: Path):
@@ -226,6 +228,9 @@ def save_state(run: "TrainingRun", folder: Path):
         _write_models(run, folder)
         tensors = _gathered(tensors)
         run_on_main_process(lambda: _save_tensors(tensors, folder / _OPTIMIZER_FILE))
+    if run.optimizer_step.power_ema is not None:
+        averages = run.optimizer_step.power_ema.state()
+        run_on_main_process(lambda: _save_tensors(averages, folder / _POWER_EMA_FILE))
     scaler = run.accelerator.scaler
     state = {
         "format_version": FORMAT_VERSION,
@@ -256,11 +261,22 @@ def load_state(run: "TrainingRun", folder: Path, state: dict[str, Any]):
     read(run, folder, state)
     if run.ema is not None:
         run.ema.optimization_step = state["ema_steps"] or 0
+    if run.optimizer_step.power_ema is not None:
+        _load_power_ema(run.optimizer_step.power_ema, folder / _POWER_EMA_FILE, state["step"])
     if run.accelerator.scaler is not None and state["scaler"] is not None:
         run.accelerator.scaler.load_state_dict(state["scaler"])
     run.global_step = state["step"]
     run.progress = type(run.progress)(**state["progress"])
     run.optimizer_step.set_nonfinite_in_a_row(run.progress.nonfinite_in_a_row)
+
+
+def _load_power_ema(averages: PowerEMA, file: Path, step: int):
+    if not file.is_file():
+        raise UserError(
+            f"{file.parent} has no averages for --ema_snapshot_steps, which must be kept from the first step: omit "
+            "the flag, or start a new run"
+        )
+    averages.load(load_file(file), step)
 
 
 # Whole models

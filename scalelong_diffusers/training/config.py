@@ -143,12 +143,20 @@ class OptimizationConfig:
     ema_decay: float = option(
         0.9999, "maximum EMA decay; it ramps up as (1 + step) / (10 + step)", at_least=0, below=1
     )
+    ema_snapshot_steps: int | None = option(
+        None, "keep two more averages and save snapshots of them every N steps, from which `scalelong ema` makes EMA "
+        "weights of any length after training (default: never)", at_least=1, at_most=10**9,
+    )  # fmt: skip
     mixed_precision: str | None = option(
         None, "compute in this dtype; the weights stay in fp32 (default: accelerate's configuration)",
         choices=("no", "fp16", "bf16"),
     )  # fmt: skip
     gradient_checkpointing: bool = option(False, "save memory by recomputing activations", on_resume="free")
     compile: bool = option(False, "compile the model with torch.compile", on_resume="free")
+    compile_repeated_blocks: bool = option(
+        False, "with --compile: compile the repeated blocks of a model, which takes a fraction of the time; models "
+        "without repeated blocks are compiled as a whole", on_resume="free",
+    )  # fmt: skip
     allow_tf32: bool = option(False, "allow TF32 matrix products, which are faster on Ampere GPUs and later")
     skip_scaling_warmup_steps: int | None = option(
         None,
@@ -166,6 +174,8 @@ class OptimizationConfig:
 
     def __post_init__(self):
         check_options(self)
+        if self.compile_repeated_blocks and not self.compile:
+            raise UserError("--compile_repeated_blocks needs --compile")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from scalelong_diffusers.training.monitoring import (
     skip_scalars,
     validation_losses,
 )
+from scalelong_diffusers.training.power_ema import SNAPSHOTS_FOLDER, remove_later_snapshots, write_snapshot
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
     SETTINGS_FILE,
@@ -199,6 +200,7 @@ class TrainingRun:
             self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
             self.write("the log", self._resume_log)
+            self.write("the EMA snapshots", lambda: remove_later_snapshots(self.folder, self.global_step))
             if self.config.monitoring.report_to != "none":
                 self.write("the log", self._start_trackers)
 
@@ -237,12 +239,14 @@ class TrainingRun:
         # What is trained: the modules themselves, or sharded copies of them.
         self.trained = dict(modules)
         if self.accelerator.is_fsdp2:
+            if options.ema_snapshot_steps:
+                raise UserError("--ema_snapshot_steps does not read the sharded weights of FSDP2: omit it, or use DDP")
             self._sharded = ShardedModels(self.accelerator, modules)
             self._sharded.switch(optimizer)
             self.trained = self._sharded.models
         if options.compile:
             for model in self.trained.values():
-                model.compile()
+                compile_model(model, options.compile_repeated_blocks)
         named_parameters = {
             f"{name}.{key}": parameter
             for name, model in self.trained.items()
@@ -458,6 +462,9 @@ class TrainingRun:
             stop = self._read_statistics()
         if log:
             self._log()
+        if self.is_due(self.config.optimization.ema_snapshot_steps or 0):
+            averages = self.optimizer_step.power_ema.state()
+            self.write("the EMA snapshot", lambda: write_snapshot(self.folder, self.global_step, averages))
         if save or stop:
             self.save_checkpoint()
         if stop and self.global_step < self.size.max_train_steps:
@@ -559,7 +566,7 @@ class TrainingRun:
         run_on_main_process(self._lock.acquire)
         if self.writes_shards:
             run_on_all_processes(self._check_is_shared)
-        for folder in (self.folder, self.folder / SAMPLES_FOLDER):
+        for folder in (self.folder, self.folder / SAMPLES_FOLDER, self.folder / SNAPSHOTS_FOLDER):
             run_on_main_process(partial(remove_leftovers, folder))
 
     def _check_is_shared(self):
@@ -615,6 +622,14 @@ class TrainingRun:
                 yield batch
         except UserError as error:  # in this process only
             raise TrainingStopped(str(error), exit_code=2) from error
+
+
+def compile_model(module: nn.Module, only_repeated_blocks: bool):
+    """Compile a model, or its repeated blocks if it has any."""
+    if only_repeated_blocks and isinstance(module, ModelMixin) and module._repeated_blocks:
+        module.compile_repeated_blocks()
+    else:
+        module.compile()
 
 
 def _enable_gradient_checkpointing(module: nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 from scalelong_diffusers.models.mup import param_groups
 from scalelong_diffusers.processes import full
 from scalelong_diffusers.training.config import OptimizationConfig
+from scalelong_diffusers.training.power_ema import PowerEMA
 
 
 class StepStatistics(NamedTuple):
@@ -49,6 +50,7 @@ class OptimizerStep:
         self.parameters = list(named_parameters.values())
         self.optimizer = optimizer
         self.ema = EMAModel(self.parameters, decay=config.ema_decay, foreach=True) if config.use_ema else None
+        self.power_ema = PowerEMA(named_parameters) if config.ema_snapshot_steps else None
         scheduler = get_scheduler(
             config.lr_scheduler,
             self.optimizer,
@@ -103,6 +105,8 @@ class OptimizerStep:
             parameter.grad = None
         if self.ema is not None:
             self.ema.step(self.parameters)
+        if self.power_ema is not None:
+            self.power_ema.update()
         self._count(is_finite, norm)
 
     def _count(self, is_finite: torch.Tensor, norm: torch.Tensor):

@@ -405,8 +405,9 @@ def _assert_same_run(folder: Path, expected: Path):
 
 def _assert_same_state(checkpoint: Path, expected: Path):
     """Check that weights, EMA weights, optimizer and numbers are bit-identical."""
-    files = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert len(files) == 1 + sum(path.is_dir() for path in expected.iterdir())
+    files, found = (sorted(p.relative_to(f) for p in f.rglob("*.safetensors")) for f in (expected, checkpoint))
+    assert files == found
+    assert len(files) > sum(path.is_dir() for path in expected.iterdir())
     for file in files:
         tensors, wanted = load_file(checkpoint / file), load_file(expected / file)
         assert tensors.keys() == wanted.keys()

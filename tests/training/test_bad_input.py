@@ -56,6 +56,7 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
         ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path cannot be combined"),
         ({"dataset_name": ""}, "dataset_name must be a string that is not empty, got ''"),
         ({"dataset_name": "user/data", "train_data_dir": "folder"}, "dataset_name and train_data_dir are both given"),
+        ({"compile_repeated_blocks": True}, "--compile_repeated_blocks needs --compile"),
         # Rejected by the run, because of the number of images and processes.
         ({"train_batch_size": 28}, "28 images (--train_batch_size 28 x --gradient_accumulation_steps 1 x 1 process"),
         ({"gradient_accumulation_steps": 7}, "but there are only 27 to train on: use a smaller batch"),

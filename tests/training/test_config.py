@@ -52,6 +52,7 @@ ALTERNATIVES = [
         "flow_shift": 3.0,
     },
     {"prediction_type": "edm", "edm_sigma_data": 0.7, "edm_p_mean": 0.0, "edm_p_std": 1.0},
+    {"ema_snapshot_steps": 7},
 ]  # fmt: skip
 
 

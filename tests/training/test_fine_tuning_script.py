@@ -18,6 +18,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.noise import trained_process
 from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
 from scalelong_diffusers.training import fine_tuning
+from scalelong_diffusers.training.posthoc_ema import reconstruct_ema
 from scalelong_diffusers.training.stable_diffusion import (
     encode_tokens,
     load_stable_diffusion,
@@ -482,3 +483,14 @@ class TestRejects:
         assert code == 2
         assert errors.startswith("finetune_text_to_image: --validation_prompts: ")
         assert errors.count("\n") == 1
+
+
+def test_ema_of_any_length_keeps_the_class_of_the_pipeline(tune, tmp_path):
+    folder = tune(tmp_path / "tuned", max_train_steps=4, ema_snapshot_steps=1)
+    [result] = reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.1])
+    pipe, tuned = (diffusers.StableDiffusionPipeline.from_pretrained(path) for path in (result.folder, folder))
+    expected = load_file(folder / "ema_snapshots" / "step-4.safetensors")
+    for name, parameter in pipe.unet.named_parameters():
+        torch.testing.assert_close(parameter.data, expected[f"0.1/unet.{name}"])
+    assert any(not torch.equal(p, q) for p, q in zip(pipe.unet.parameters(), tuned.unet.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(pipe.vae.parameters(), tuned.vae.parameters()))
