@@ -31,7 +31,10 @@ class TextToImageConfig(TrainingConfig):
     task = "text-to-image"
 
     pretrained_text_encoder_name_or_path: str | None = option(
-        None, "a CLIP text encoder, or a pipeline that has one", metavar="PATH"
+        None,
+        "a CLIP text encoder, or a pipeline that has one",
+        metavar="PATH",
+        common=True,
     )
     train_text_encoder: bool = option(
         False, "also train the text encoder; a small one built from the captions is always trained", on_resume="fixed"
@@ -40,7 +43,11 @@ class TextToImageConfig(TrainingConfig):
         0.1, "probability of replacing a caption with the empty text, for guidance", at_least=0, below=1
     )
     validation_prompts: tuple[str, ...] | None = option(
-        None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"
+        None,
+        "prompts of sample grids (default: held-out captions)",
+        metavar="TEXT",
+        on_resume="free",
+        common=True,
     )
     guidance_scale: float = option(4.0, "guidance of sample grids; 1 turns it off", at_least=0, at_most=1000)
 

@@ -44,11 +44,11 @@ BUILT_IN_STARTS = {
 class ModelConfig:
     preset: str | None = option(
         None, "start from an experiment of the paper (see scalelong presets); other flags override it",
-        metavar="NAME", on_resume="fixed",
+        metavar="NAME", on_resume="fixed", common=True,
     )  # fmt: skip
     model_type: str | None = option(
         None, "built-in small model if no config or preset is given (default: uvit)",
-        choices=("uvit", "unet"), on_resume="fixed",
+        choices=("uvit", "unet"), on_resume="fixed", common=True,
     )  # fmt: skip
     model_config_name_or_path: str | None = option(
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
@@ -78,7 +78,10 @@ class ModelConfig:
         on_resume="fixed",
     )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
-        None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
+        None,
+        "folder or Hub id of an AutoencoderKL; the model is trained on its latents",
+        metavar="PATH",
+        common=True,
     )
     latent_scale: float | None = option(
         None, "factor that scales the latents (default: the autoencoder's own)", **LATENT_SCALE
@@ -105,7 +108,7 @@ class OptimizationConfig:
     seed: int = option(0, "seed of weights, data order, noise and samples", at_least=0, at_most=2**63 - 1)
     train_batch_size: int | None = option(
         None, "images per process and forward pass (default: 16, or derived from --total_batch_size)",
-        at_least=1, at_most=1_000_000, on_resume="free",
+        at_least=1, at_most=1_000_000, on_resume="free", common=True,
     )  # fmt: skip
     total_batch_size: int | None = option(
         None, "images per optimizer step over all processes and accumulations, instead of --train_batch_size",
@@ -116,9 +119,13 @@ class OptimizationConfig:
     )
     num_train_epochs: int = option(100, "number of epochs", at_least=1, at_most=1_000_000, on_resume="free")
     max_train_steps: int | None = option(
-        None, "number of optimizer steps; overrides --num_train_epochs", at_least=1, at_most=10**9
+        None,
+        "number of optimizer steps; overrides --num_train_epochs",
+        at_least=1,
+        at_most=10**9,
+        common=True,
     )
-    learning_rate: float = option(2e-4, "peak learning rate", at_least=1e-12, at_most=1)
+    learning_rate: float = option(2e-4, "peak learning rate", at_least=1e-12, at_most=1, common=True)
     lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)
     lr_warmup_steps: int = option(
         500, "number of optimizer steps until the peak learning rate", at_least=0, at_most=10**9
@@ -145,7 +152,7 @@ class OptimizationConfig:
     )
     mixed_precision: str | None = option(
         None, "compute in this dtype; the weights stay in fp32 (default: accelerate's configuration)",
-        choices=("no", "fp16", "bf16"),
+        choices=("no", "fp16", "bf16"), common=True,
     )  # fmt: skip
     gradient_checkpointing: bool = option(False, "save memory by recomputing activations", on_resume="free")
     compile: bool = option(False, "compile the model with torch.compile", on_resume="free")
@@ -176,7 +183,12 @@ class MonitoringConfig:
         at_least=0, at_most=10**9, on_resume="free",
     )  # fmt: skip
     sample_steps: int = option(
-        1000, "save a sample grid every N steps (0: never)", at_least=0, at_most=10**9, on_resume="free"
+        1000,
+        "save a sample grid every N steps (0: never)",
+        at_least=0,
+        at_most=10**9,
+        on_resume="free",
+        common=True,
     )
     num_samples: int = option(16, "images in a sample grid", at_least=1, at_most=10_000, on_resume="free")
     # More do not fit a DPM-Solver for 1000 training timesteps.
@@ -202,7 +214,9 @@ class MonitoringConfig:
         at_least=0, at_most=10**9, on_resume="free",
     )  # fmt: skip
     report_to: str = option(
-        "none", "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed", on_resume="free"
+        "none",
+        "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed",
+        on_resume="free",
     )
     tracker_project_name: str = option("scalelong", "project name in trackers", on_resume="free")
     logging_dir: str = option("logs", "folder inside --output_dir for tracker files", on_resume="free")
@@ -218,7 +232,10 @@ class MonitoringConfig:
 @dataclass(frozen=True)
 class OutputConfig:
     output_dir: str = option(
-        "scalelong-model", "folder for the pipeline, checkpoints, samples and logs", on_resume="free"
+        "scalelong-model",
+        "folder for the pipeline, checkpoints, samples and logs",
+        on_resume="free",
+        common=True,
     )
     checkpointing_steps: int = option(
         1000, "save a checkpoint every N steps", at_least=1, at_most=10**9, on_resume="free"
@@ -231,9 +248,10 @@ class OutputConfig:
         "resume a run from its latest checkpoint or from the one at PATH",
         metavar="latest|PATH",
         on_resume="free",
+        common=True,
     )
     allow_changed_settings: bool = option(False, "resume even if settings have changed", on_resume="free")
-    push_to_hub: bool = option(False, "push the pipeline to the Hub after training", on_resume="free")
+    push_to_hub: bool = option(False, "push the pipeline to the Hub after training", on_resume="free", common=True)
     hub_model_id: str | None = option(
         None, "repository to push to (default: the name of --output_dir)", metavar="USER/NAME", on_resume="free"
     )
@@ -357,7 +375,8 @@ def make_config(config_class: type[Config], **values) -> Config:
 
 def make_parser(config_class: type[RunConfig], description: str) -> ArgumentParser:
     """Return a parser with a flag for every option of a config class."""
-    parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip())
+    common = [flag for flag, _, details in options_of(config_class) if details.common]
+    parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip(), common=common)
     add_options(parser, config_class, "this script")
     default = config_class.default_skip_scaling or "the scaling of the pipeline, or ls if it has none"
     add_options(parser, SkipScalingConfig, "skip scaling", f"default of --skip_scaling: {default}", optional=True)
