@@ -74,7 +74,7 @@ class DataConfig:
     image_interpolation_mode: str = option("lanczos", "filter used to scale images", choices=INTERPOLATION_MODES)
     on_bad_image: str = option(
         "error",
-        "if an image cannot be read, stop (error) or use another image instead (skip)",
+        "if an image cannot be read or has no caption, stop (error) or use another one (skip)",
         choices=("error", "skip"),
         on_resume="free",
     )

@@ -576,7 +576,7 @@ class TrainingRun:
                 for name in batch.unreadable:
                     if name not in self._unreadable:
                         self._unreadable.add(name)
-                        print_lines(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
+                        print_lines(f"warning: skipped {name}, which cannot be used ({len(self._unreadable)} so far)")
                 yield batch
         except UserError as error:  # in this process only
             raise TrainingStopped(str(error), exit_code=2) from error
