@@ -30,7 +30,7 @@ from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.shapes import Drawing
 from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.experiments.trainings import exit_on_signals, read_log
-from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.pipelines.grids import cut_grid, draw_grid
 
 
 # Everything in which the two runs differ: flags of the training script and fields of the model's config.
@@ -322,16 +322,11 @@ def read_frame(folder: Path, step: int) -> Frame:
     if not file.exists():  # the model made no finite images
         return Frame(step, None, 0)
     with Image.open(file) as picture:
-        images = dict(zip(CLASSES, cut(picture, MODEL["sample_size"])))
+        images = dict(zip(CLASSES, cut_grid(picture, (MODEL["sample_size"],) * 2, has_titles=True)))
     png = io.BytesIO()
-    grid([images[f"{color} {shape}"] for shape in SHAPES for color in COLORS], len(COLORS)).save(png, format="PNG")
+    ordered = [images[f"{color} {shape}"] for shape in SHAPES for color in COLORS]
+    draw_grid(ordered, columns=len(COLORS)).save(png, format="PNG")
     return Frame(step, png.getvalue(), sum(recognize_class(image) == wanted for wanted, image in images.items()))
-
-
-def cut(picture: Image.Image, size: int) -> list[Image.Image]:
-    """Cut a grid into its images, row by row."""
-    corners = [(x, y) for y in range(0, picture.height, size) for x in range(0, picture.width, size)]
-    return [picture.crop((x, y, x + size, y + size)) for x, y in corners]
 
 
 def recognize_class(image: Image.Image) -> str:

@@ -19,7 +19,7 @@ from web_pages import CONTRASTS
 
 from scalelong_diffusers.data import COLORS
 from scalelong_diffusers.data.shapes import Drawing
-from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.pipelines.grids import cut_grid, draw_grid
 
 
 STEPS = 24
@@ -130,10 +130,12 @@ def test_film_cuts_grids_into_classes(monkeypatch, tmp_path):
     drawn = [demo.easier(drawings[name]).paint(demo.MODEL["sample_size"]) for name in demo.CLASSES]
     drawn[7], drawn[8] = drawn[8], drawn[7]
     (tmp_path / "samples").mkdir()
-    grid([Image.fromarray(pixels) for pixels in drawn], columns=None).save(tmp_path / "samples" / "step-000006.png")
+    picture = draw_grid([Image.fromarray(pixels) for pixels in drawn], demo.CLASSES)
+    picture.save(tmp_path / "samples" / "step-000006.png")
     frame = demo.read_frame(tmp_path, 6)
     assert frame.correct == 28
-    columns = demo.cut(Image.open(io.BytesIO(frame.png)), demo.MODEL["sample_size"])[:6]
+    size = (demo.MODEL["sample_size"],) * 2
+    columns = cut_grid(Image.open(io.BytesIO(frame.png)), size, has_titles=False)[:6]
     assert [demo.recognize_class(image) for image in columns] == [f"{color} circle" for color in COLORS]
     assert demo.read_frame(tmp_path, 12) == demo.Frame(12, None, 0)
 

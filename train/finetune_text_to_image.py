@@ -121,7 +121,7 @@ def train(config: FineTuningConfig):
             run.validate(losses_of)
         if run.is_due(config.monitoring.sample_steps):
             prompts = grid_prompts(config.validation_prompts, run.data, config.monitoring.num_samples)
-            run.save_samples(partial(samples, prompts=prompts), len(prompts))
+            run.save_samples(partial(samples, prompts=prompts), prompts)
         if run.is_due(config.monitoring.eval_steps):
             run.evaluate(partial(samples, prompts=held_out_captions(run.data)))
 

@@ -77,7 +77,7 @@ def train(config: ClassConditionalConfig):
         if run.is_due(config.monitoring.validation_steps):
             run.validate(losses_of)
         if run.is_due(config.monitoring.sample_steps):
-            run.save_samples(samples)
+            run.save_samples(samples, data.class_titles(config.monitoring.num_samples))
         if run.is_due(config.monitoring.eval_steps):
             run.evaluate(samples)
 

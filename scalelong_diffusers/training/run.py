@@ -305,9 +305,16 @@ class TrainingRun:
         """Log the loss on the held-out images, whose noise and timesteps are always the same."""
         self.record(validation_losses(self, losses_of))
 
-    def save_samples(self, make_images: MakeImages, count: int | None = None):
-        """Save a grid of images. `make_images` returns the images with the given numbers."""
-        save_sample_grid(self, make_images, self.config.monitoring.num_samples if count is None else count)
+    def save_samples(self, make_images: MakeImages, titles: Sequence[str] | None = None):
+        """
+        Save a grid of images, and log it in trackers that take images.
+
+        Args:
+            make_images: returns the images with the given numbers.
+            titles: a text below each image, such as its prompt. Without titles, `num_samples` images are made.
+        """
+        count = self.config.monitoring.num_samples if titles is None else len(titles)
+        save_sample_grid(self, make_images, count, titles)
 
     def evaluate(self, make_images: MakeImages):
         """Log FID and KID of images. All processes call `make_images`, each for its share of the numbers."""

@@ -265,7 +265,9 @@ def test_images_without_captions_can_be_skipped(load, image_folder):
     for k in set(range(20)) - {0, 3}:
         (folder / f"{k}.txt").write_text(f"number {k}")
     (folder / "2.txt").write_text("  \n")
-    with pytest.raises(UserError, match=r"0.png has no caption: 'text' is \[\]; on_bad_image='skip' skips images with"):
+    with pytest.raises(
+        UserError, match=r"0.png has no caption: 'text' is \[\]; on_bad_image='skip' skips images with"
+    ):
         load(train_data_dir=folder, needs_captions=True)
     data = load(train_data_dir=folder, needs_captions=True, on_bad_image="skip")
     batches = [*data.train.batches(18, num_steps=1), *data.validation.batches(1)]
@@ -274,7 +276,7 @@ def test_images_without_captions_can_be_skipped(load, image_folder):
     assert {name.rsplit("/", 1)[-1] for batch in batches for name in batch.unreadable} >= {"0.png", "2.png", "3.png"}
     for file in folder.glob("*.txt"):
         file.write_text("")
-    with pytest.raises(UserError, match="none of the .* can be read"):
+    with pytest.raises(UserError, match=r"none of the .* can be read"):
         load(train_data_dir=folder, needs_captions=True, on_bad_image="skip")
 
 

@@ -142,7 +142,7 @@ def test_config_files_set_flags_and_flags_override_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    ("content", "message"),
     [
         ("learning-rat: 1", "unknown setting 'learning-rat' (did you mean 'learning_rate'?)"),
         ("config: other.yaml", "unknown setting 'config'"),

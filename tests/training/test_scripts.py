@@ -52,7 +52,7 @@ def test_unconditional(unconditional):
     assert skip_connections(pipe).config.method == "cs"
     (image,) = pipe(num_inference_steps=2).images
     assert image.size == (8, 8)
-    assert size_of(unconditional / "samples" / "step-000004.png") == (16, 16)
+    assert size_of(unconditional / "samples" / "step-000004.png") == (256, 256)
     run = {"checkpoint-4", "metrics.jsonl", "samples", "settings.json", "logs"}
     assert {path.name for path in unconditional.iterdir()} == {"model_index.json", "scheduler", "unet"} | run
     assert list((unconditional / "logs").rglob("events.out.tfevents.*"))
