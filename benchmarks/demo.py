@@ -31,6 +31,7 @@ from scalelong_diffusers.data.shapes import Drawing
 from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.experiments.trainings import exit_on_signals, read_log
 from scalelong_diffusers.pipelines.grids import cut_grid, draw_grid
+from scalelong_diffusers.training.unfinished import PARTS_FOLDER
 
 
 # Everything in which the two runs differ: flags of the training script and fields of the model's config.
@@ -341,7 +342,7 @@ def recognize_class(image: Image.Image) -> str:
 def _is_run_without_checkpoint(folder: Path) -> bool:
     """Return whether a folder is empty or has only what a training writes before its first checkpoint."""
     names = {path.name for path in folder.iterdir()}
-    return not names or {"settings.json"} <= names <= {"settings.json", "metrics.jsonl", "samples"}
+    return not names or {"settings.json"} <= names <= {"settings.json", "metrics.jsonl", "samples", PARTS_FOLDER}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -60,7 +60,6 @@ def train(config: TextToImageConfig):
     unet = run.build_model(text=text.model_config)
     text_encoder, tokenizer = text.prepare(unet)
     noising = run.noise_process()
-    run.start({"unet": unet} | ({"text_encoder": text_encoder} if text.is_trained else {}))
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
         clean = run.encode_images(batch)
@@ -89,6 +88,8 @@ def train(config: TextToImageConfig):
             generator=run.generators(numbers),
         ).images
 
+    trained = {"unet": unet} | ({"text_encoder": text_encoder} if text.is_trained else {})
+    run.start(trained, pipeline=pipeline)
     for batch in run:
         run.step(losses_of(run.models, batch))
         if run.is_due(config.monitoring.validation_steps):

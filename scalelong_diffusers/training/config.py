@@ -38,6 +38,25 @@ BUILT_IN_STARTS = {
     "uvit": {"skip_init": "sum", "zero_init_residual": False, "skip_lr_scale": 0.1},
     "unet": {"skip_init": "zero", "zero_init_residual": True, "skip_lr_scale": 1.0},
 }
+BUILT_IN_STARTS["tiny"] = BUILT_IN_STARTS["uvit"]
+# The settings with which `--model_type tiny` learns fast; mostly those of `make demo`.
+TINY_TRAINING = {
+    "max_train_steps": 3000,
+    "train_batch_size": 32,
+    "learning_rate": 4e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "adam_beta2": 0.99,
+    "adam_weight_decay": 0.03,
+    "ema_decay": 0.998,
+    # Predicting the clean image with a loss weighted by the SNR is learned fastest.
+    "prediction_type": "sample",
+    "snr_gamma": 1.0,
+    "ddpm_beta_schedule": "squaredcos_cap_v2",
+    "skip_scaling": "none",
+    "sample_steps": 500,
+    "validation_steps": 500,
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +66,9 @@ class ModelConfig:
         metavar="NAME", on_resume="fixed", common=True,
     )  # fmt: skip
     model_type: str | None = option(
-        None, "built-in small model if no config or preset is given (default: uvit)",
-        choices=("uvit", "unet"), on_resume="fixed", common=True,
+        None, "built-in small model if no config or preset is given (default: uvit); tiny: a U-ViT and settings for a "
+        "run of minutes on a CPU",
+        choices=("uvit", "unet", "tiny"), on_resume="fixed", common=True,
     )  # fmt: skip
     model_config_name_or_path: str | None = option(
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
@@ -337,6 +357,8 @@ class TrainingConfig(RunConfig):
 
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if values.get("model_type") == "tiny":
+            return _without_batch_size(TINY_TRAINING, values)
         if values.get("preset") is None:
             return {}
         preset = get_preset(values["preset"])
@@ -344,10 +366,14 @@ class TrainingConfig(RunConfig):
             script = preset.task.replace("-", "_")
             accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
             raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
-        implied = dict(preset.training)
-        if values.get("train_batch_size") is not None:
-            implied.pop("total_batch_size", None)
-        return implied
+        return _without_batch_size(preset.training, values)
+
+
+def _without_batch_size(implied: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return implied options without a batch size if the passed options have one."""
+    sizes = ("train_batch_size", "total_batch_size")
+    is_set = any(values.get(name) is not None for name in sizes)
+    return {name: value for name, value in implied.items() if not (is_set and name in sizes)}
 
 
 Config = TypeVar("Config", bound=RunConfig)

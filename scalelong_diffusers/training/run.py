@@ -32,7 +32,7 @@ from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.terminal import print_lines
-from scalelong_diffusers.training import saving
+from scalelong_diffusers.training import saving, unfinished
 from scalelong_diffusers.training.accelerator import make_accelerator
 from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, load_state, read_state, save_state
 from scalelong_diffusers.training.config import RunConfig
@@ -168,6 +168,7 @@ class TrainingRun:
         modules: dict[str, nn.Module],
         optimizer: torch.optim.Optimizer | None = None,
         warmup_steps: int | None = None,
+        pipeline: Callable[[], DiffusionPipeline] | None = None,
     ):
         """
         Prepare training, and resume if the config names a checkpoint.
@@ -177,6 +178,7 @@ class TrainingRun:
             optimizer: the fused AdamW of the config by default. With an optimizer that is not a fused Adam or AdamW,
                 each step waits for the device to learn whether the loss is finite.
             warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
+            pipeline: returns the pipeline of the models. With it, `scalelong sample` can sample the checkpoints.
         """
         options = self.config.optimization
         self.modules = modules
@@ -198,6 +200,8 @@ class TrainingRun:
             self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
             self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
+            if pipeline is not None:
+                self.write("the pipeline", lambda: unfinished.save_parts(self, pipeline()))
             self.write("the log", self._resume_log)
             if self.config.monitoring.report_to != "none":
                 self.write("the log", self._start_trackers)

@@ -82,7 +82,7 @@ def test_makes_images_a_grid_and_their_settings(sample, classes, tmp_path):
         classes, "--output_dir", out, "--num_images", 5, *FAST, *condition, "--scheduler", "dpm++"
     )
     assert code == 0
-    assert printed == f"{out}: 5 images, 5 of them new, and a grid\n"
+    assert printed == f"{out}: 5 images, 5 of them new, and a grid: {out}/grid.png\n"
     assert names_in(out) == [*(f"{k:06d}.png" for k in range(5)), "grid.png", "sample.json"]
     with Image.open(out / "grid.png") as picture:
         assert picture.size == (256, 3 * 156), "one column for each class"
@@ -199,7 +199,7 @@ class TestResume:
         flags[3] = len(before) + 1
         code, printed, _ = sample(unconditional, *flags)
         assert code == 0
-        assert printed == f"{out}: {len(before) + 1} images, 1 of them new, and a grid\n"
+        assert printed == f"{out}: {len(before) + 1} images, 1 of them new, and a grid: {out}/grid.png\n"
 
     def test_explains_how_to_resume_if_interrupted_while_loading(self, sample, unconditional, tmp_path, monkeypatch):
         def interrupt(*arguments, **options):

@@ -21,6 +21,7 @@ from scalelong_diffusers.train.finetune_text_to_image import FineTuningConfig
 from scalelong_diffusers.train.train_class_conditional import ClassConditionalConfig
 from scalelong_diffusers.train.train_text_to_image import TextToImageConfig
 from scalelong_diffusers.training import OptimizationConfig, TrainingConfig, make_config, parse_config
+from scalelong_diffusers.training.config import TINY_TRAINING
 from scalelong_diffusers.training.settings import check_same_settings, inexact_resume_warning
 
 
@@ -193,6 +194,14 @@ def test_presets_fill_in_and_flags_override():
         changes = {"learning_rate": 0.7, "random_flip": False, "train_batch_size": 2, "resolution": 32}
         changed = flat_options(make_config(config_class, preset=preset.name, **latent, **changes))
         assert changed == settings | changes | {"total_batch_size": None}
+
+
+def test_the_tiny_model_implies_settings_that_flags_override():
+    for config_class in CONFIGS.values():
+        settings = flat_options(make_config(config_class, model_type="tiny"))
+        assert TINY_TRAINING.items() <= settings.items()
+        changed = flat_options(make_config(config_class, model_type="tiny", learning_rate=1e-3, total_batch_size=8))
+        assert changed == settings | {"learning_rate": 1e-3, "total_batch_size": 8, "train_batch_size": None}
 
 
 def test_rejects_presets_of_other_scripts():

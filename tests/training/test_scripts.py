@@ -48,6 +48,8 @@ def size_of(file):
 
 @pytest.mark.slow
 def test_unconditional(unconditional):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     pipe = ScaleLongUnconditionalPipeline.from_pretrained(unconditional)
     assert skip_connections(pipe).config.method == "cs"
     (image,) = pipe(num_inference_steps=2).images
@@ -55,7 +57,10 @@ def test_unconditional(unconditional):
     assert size_of(unconditional / "samples" / "step-000004.png") == (256, 256)
     run = {"checkpoint-4", "metrics.jsonl", "samples", "settings.json", "logs"}
     assert {path.name for path in unconditional.iterdir()} == {"model_index.json", "scheduler", "unet"} | run
-    assert list((unconditional / "logs").rglob("events.out.tfevents.*"))
+    events = EventAccumulator(str(next((unconditional / "logs").rglob("events.out.tfevents.*")).parent))
+    events.Reload()
+    (logged,) = events.Images("samples")
+    assert (logged.step, logged.width, logged.height) == (4, 256, 256)
 
 
 @pytest.mark.slow
