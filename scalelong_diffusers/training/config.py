@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.download import check_repo_id
+from scalelong_diffusers.download import check_repo_id, use_cache_if_offline
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.skip_init import SKIP_INITS
 from scalelong_diffusers.noise import NoiseConfig
@@ -20,6 +20,7 @@ from scalelong_diffusers.options import (
     as_flags,
     build_config,
     check_options,
+    flat_options,
     nested_config,
     option,
     options_of,
@@ -428,6 +429,12 @@ def parse_config(config_class: type[Config], description: str, argv: Sequence[st
     parser = make_parser(config_class, description)
     values = vars(parser.parse_args(argv))
     try:
-        return make_config(config_class, **values)
+        config = make_config(config_class, **values)
+        use_cache_if_offline(
+            value
+            for flag, value in flat_options(config).items()
+            if value is not None and (flag == "dataset_name" or flag.endswith("_name_or_path"))
+        )
+        return config
     except UserError as error:
         parser.error(as_flags(str(error), [flag for flag, _, _ in options_of(config_class)]))

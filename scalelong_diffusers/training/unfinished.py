@@ -22,9 +22,11 @@ PARTS_FOLDER = "unfinished"
 
 def save_parts(run: "TrainingRun", pipe: DiffusionPipeline):
     """Save the parts of a run's pipeline that its checkpoints do not hold."""
-    pipe.register_modules(**dict.fromkeys(run.modules))
     partial = run.folder / f"{PARTIAL}{PARTS_FOLDER}"
-    pipe.save_pretrained(partial)
+    pipe.save_config(partial)
+    for name, component in pipe.components.items():
+        if component is not None and name not in run.modules:
+            component.save_pretrained(partial / name)
     replace_folder(partial, run.folder / PARTS_FOLDER)
 
 
