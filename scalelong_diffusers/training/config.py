@@ -40,7 +40,7 @@ BUILT_IN_STARTS = {
     "unet": {"skip_init": "zero", "zero_init_residual": True, "skip_lr_scale": 1.0},
 }
 BUILT_IN_STARTS["tiny"] = BUILT_IN_STARTS["uvit"]
-# The settings with which `--model_type tiny` learns fast; mostly those of `make demo`.
+# The settings with which `--model_type tiny` learns fast, mostly as in `make demo`.
 TINY_TRAINING = {
     "max_train_steps": 3000,
     "train_batch_size": 32,
