@@ -6,14 +6,14 @@ import runpy
 from pathlib import Path
 
 import pytest
+from doc_blocks import runnable_blocks
 
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- runnable( with the Hub)? -->\n```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
-BLOCKS = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
-HUB_BLOCKS = [(page, code, printed) for page, hub, code, printed in BLOCKS if hub]
-LOCAL_BLOCKS = [(page, code, printed) for page, hub, code, printed in BLOCKS if not hub]
+BLOCKS = [block for page in PAGES for block in runnable_blocks(page)]
+HUB_BLOCKS = [(page, code, printed) for page, needs_hub, code, printed in BLOCKS if needs_hub]
+LOCAL_BLOCKS = [(page, code, printed) for page, needs_hub, code, printed in BLOCKS if not needs_hub]
 
 # Runs all blocks in one process, each in its own folder and namespace.
 RUNNER = """
