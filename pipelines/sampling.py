@@ -3,7 +3,7 @@
 import inspect
 import os
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
     if not files:
         return None
     size = sum(file.stat().st_size for file in files)
-    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), timezone.utc)
+    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
     return f"{size:,} bytes of {newest.isoformat()}"
 
 

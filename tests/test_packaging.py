@@ -89,18 +89,8 @@ def test_installed_wheel_runs_the_code_of_the_readme(wheel, project_root, tmp_pa
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--ignore-installed",
-    ]
-    subprocess.run([*install, wheel], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet"]
+    subprocess.run([*pip, "install", "--no-deps", "--ignore-installed", wheel], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command) -> str:
