@@ -1,0 +1,25 @@
+"""Hooks of mkdocs: the README is the home page, and links between both keep working."""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+
+_FROM_README = re.compile(r"(\]\(|srcset=\"|src=\")docs/")
+# Files that are not pages are shown as code.
+_OTHER_FILES = re.compile(r"\[([^]]+)\]\((?:\.\./)?(?:[\w/]+\.py|CONTRIBUTING\.md|SECURITY\.md)(?:#[\w-]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the README as the home page."""
+    readme = Path(config.config_file_path).with_name("README.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "index.md", content=_FROM_README.sub(r"\1", readme)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to the README to the home page, and drop links to files that are not pages."""
+    return _OTHER_FILES.sub(r"\1", markdown.replace("](../README.md", "](index.md"))
