@@ -198,8 +198,10 @@ def odd_flag(generator: random.Random, flags: list[str]) -> list[str]:
 def flags_in_help(name: str) -> list[str]:
     """Return all flags of a command, except for the slow `--compile`."""
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        _COMMANDS[name][0](["--help"])
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
+        for flag in ("--help", "--help-all"):  # the second is only of scripts
+            with contextlib.suppress(SystemExit):
+                _COMMANDS[name][0]([flag])
     return sorted({*re.findall(r"--[a-z][a-z0-9_-]+", shown.getvalue())} - {"--compile", "--no-compile"})
 
 

@@ -102,7 +102,7 @@ def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[s
     elif finished is not None:
         advice = (
             f"the training run is unfinished (last checkpoint: checkpoint-{finished}); run the same training command "
-            "with --resume_from_checkpoint latest"
+            "with --resume_from_checkpoint latest, or see its progress with scalelong sample"
         )
     else:
         advice = "a pipeline is a folder written by save_pretrained"

@@ -1,10 +1,9 @@
 """Sample numbered images into a folder. Image k depends only on the settings and k, so sampling can always resume."""
 
 import inspect
-import math
 import os
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import MAX_SIDE, MAX_STEPS, SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import set_timesteps
+from scalelong_diffusers.pipelines.grids import draw_grid
 from scalelong_diffusers.pipelines.loading import INDEX
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
@@ -134,8 +134,15 @@ class Sampling:
                 columns = len(self._values) if 1 < len(self._values) <= 16 else None
                 files = [image_file(self.folder, k) for k in range(min(self.num_images, GRID_IMAGES))]
                 first = [read_image(file, str(file)) for file in files]
-                save_image(grid(first, columns), self.folder / SAMPLE_GRID)
+                titles = self._titles(len(first)) if self._values else None
+                save_image(draw_grid(first, titles, columns), self.folder / SAMPLE_GRID)
         return len(missing)
+
+    def _titles(self, count: int) -> list[str]:
+        """Return the classes or prompts of the first images."""
+        is_class = isinstance(self.pipe, ScaleLongClassConditionalPipeline)
+        texts = [self.pipe.class_title(value) if is_class else value for value in self._values]
+        return [texts[k % len(texts)] for k in range(count)]
 
     def _make_share(self, share: list[int]):
         """Make the missing images of this process."""
@@ -242,7 +249,7 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
     if not files:
         return None
     size = sum(file.stat().st_size for file in files)
-    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), timezone.utc)
+    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
     return f"{size:,} bytes of {newest.isoformat()}"
 
 
@@ -320,13 +327,3 @@ def is_complete(file: Path) -> bool:
 def save_image(image: PIL.Image.Image, file: Path):
     """Save a PNG atomically, without syncing it to disk: there may be many images, and they can be made again."""
     atomic_write(file, lambda partial: image.save(partial, format="PNG"), durable=False)
-
-
-def grid(images: list[PIL.Image.Image], columns: int | None) -> PIL.Image.Image:
-    """Paste images into a grid, which is about square if `columns` is None."""
-    columns = columns or math.ceil(math.sqrt(len(images)))
-    width, height = images[0].size
-    grid = PIL.Image.new(images[0].mode, (columns * width, math.ceil(len(images) / columns) * height))
-    for k, image in enumerate(images):
-        grid.paste(image, (k % columns * width, k // columns * height))
-    return grid

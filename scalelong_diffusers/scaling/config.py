@@ -65,6 +65,7 @@ class SkipScalingConfig:
         f"method: one of {', '.join(METHODS)}",
         flag="skip_scaling",
         metavar="METHOD",
+        common=True,
         on_resume="fixed",
     )
     kappa: float | Literal["auto"] | None = _field(
@@ -73,6 +74,7 @@ class SkipScalingConfig:
         flag="kappa",
         above=0,
         at_most=1,
+        common=True,
     )
     reverse: bool | None = _field("reverse", "for cs: k_i = kappa^(N-i+1)")
     shared: bool | None = _field("shared", "for ls: one gate for all skips of the same width")

@@ -34,7 +34,7 @@ from scalelong_diffusers.patching import set_skip_scaling_strength
 from scalelong_diffusers.processes import OtherProcessFailed, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.terminal import print_lines
-from scalelong_diffusers.training import saving
+from scalelong_diffusers.training import saving, unfinished
 from scalelong_diffusers.training.accelerator import make_accelerator
 from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, load_state, read_state, save_state
 from scalelong_diffusers.training.config import RunConfig
@@ -169,6 +169,7 @@ class TrainingRun:
         modules: dict[str, nn.Module],
         optimizer: torch.optim.Optimizer | None = None,
         warmup_steps: int | None = None,
+        pipeline: Callable[[], DiffusionPipeline] | None = None,
     ):
         """
         Prepare training, and resume if the config names a checkpoint.
@@ -178,6 +179,7 @@ class TrainingRun:
             optimizer: the fused AdamW of the config by default. With an optimizer that is not a fused Adam or AdamW,
                 each step waits for the device to learn whether the loss is finite.
             warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
+            pipeline: returns the pipeline of the models. With it, `scalelong sample` can sample the checkpoints.
         """
         options = self.config.optimization
         self.modules = modules
@@ -199,6 +201,8 @@ class TrainingRun:
             self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
             self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
+            if pipeline is not None:
+                self.write("the pipeline", lambda: unfinished.save_parts(self, pipeline()))
             self.write("the log", self._resume_log)
             self.write("the EMA snapshots", lambda: remove_later_snapshots(self.folder, self.global_step))
             if self.config.monitoring.report_to != "none":
@@ -323,9 +327,16 @@ class TrainingRun:
         """Log the loss on the held-out images, whose noise and timesteps are always the same."""
         self.record(validation_losses(self, losses_of))
 
-    def save_samples(self, make_images: MakeImages, count: int | None = None):
-        """Save a grid of images. `make_images` returns the images with the given numbers."""
-        save_sample_grid(self, make_images, self.config.monitoring.num_samples if count is None else count)
+    def save_samples(self, make_images: MakeImages, titles: Sequence[str] | None = None):
+        """
+        Save a grid of images, and log it in trackers that take images.
+
+        Args:
+            make_images: returns the images with the given numbers.
+            titles: a text below each image, such as its prompt. Without titles, `num_samples` images are made.
+        """
+        count = self.config.monitoring.num_samples if titles is None else len(titles)
+        save_sample_grid(self, make_images, count, titles)
 
     def evaluate(self, make_images: MakeImages):
         """Log FID and KID of images. All processes call `make_images`, each for its share of the numbers."""
@@ -618,7 +629,7 @@ class TrainingRun:
                 for name in batch.unreadable:
                     if name not in self._unreadable:
                         self._unreadable.add(name)
-                        print_lines(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
+                        print_lines(f"warning: skipped {name}, which cannot be used ({len(self._unreadable)} so far)")
                 yield batch
         except UserError as error:  # in this process only
             raise TrainingStopped(str(error), exit_code=2) from error

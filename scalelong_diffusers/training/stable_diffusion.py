@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-)
-from diffusers.loaders import TextualInversionLoaderMixin
+from diffusers import DiffusionPipeline
 from torch import nn
 from transformers import CLIPTokenizer
 
+from scalelong_diffusers.download import quiet_transformers
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.compatibility import required_conditions
 from scalelong_diffusers.pipelines.loading import load_complete_pipeline, pipeline_index
 from scalelong_diffusers.pipelines.text_encoding import check_tokenizer, text_embedding_width, tokenize
+
+
+with quiet_transformers():  # it warns that torchvision is missing, which is not needed
+    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+    from diffusers.loaders import TextualInversionLoaderMixin
 
 
 StableDiffusion = StableDiffusionPipeline | StableDiffusionXLPipeline

@@ -269,7 +269,7 @@ class TestOutput:
         options = {"validation_prompts": prompts, "num_inference_steps": 2, "sample_steps": 1, "num_samples": 2}
         out = tune(tmp_path / "out", **ONE_STEP, **options)
         with Image.open(out / "samples" / "step-000001.png") as grid:
-            assert grid.size == (32, 32)  # two by two of 16 pixels, the last one empty
+            assert grid.size == (256, 312)  # two by two, the last one empty
 
     def test_is_pushed_with_its_base_model(self, hub, build_kind, tmp_path):
         build_kind("sd1").save_pretrained(tmp_path / "base")

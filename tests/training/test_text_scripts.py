@@ -84,7 +84,7 @@ class TestSmallClip:
         images = pipe(["a red circle", ""], num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images
         assert [image.size for image in images] == [(8, 8)] * 2
         with Image.open(finished_text / "samples" / "step-000003.png") as grid:
-            assert grid.size == (16, 8)
+            assert grid.size == (256, 156)  # enlarged, with prompts
 
     def test_has_ema_weights(self, finished_text):
         checkpoint = finished_text / "checkpoint-8"
