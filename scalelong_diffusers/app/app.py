@@ -12,7 +12,12 @@ from scalelong_diffusers.errors import UserError
 
 
 _TITLE = "scalelong-diffusers"
-_FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # not Google's
+# The default fonts come from Google, and the default notes are too pale to read.
+_THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
+    block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300",
+    block_title_text_color="*neutral_800", block_title_text_color_dark="*neutral_100",
+    block_label_text_color="*neutral_800", block_label_text_color_dark="*neutral_100",
+)  # fmt: skip
 
 
 class App:
@@ -64,7 +69,7 @@ class App:
         try:
             _, url, _ = self.page.queue().launch(
                 server_name=server_name, server_port=server_port, share=False, quiet=True, prevent_thread_lock=True,
-                ssr_mode=False, footer_links=[], theme=gr.themes.Default(**_FONTS), css=STYLE,
+                ssr_mode=False, footer_links=[], theme=_THEME, css=STYLE,
             )  # fmt: skip
         except OSError as error:
             raise UserError(f"server_port {server_port} cannot be used: {error}") from error

@@ -26,9 +26,9 @@ STYLE = """
 .picture { margin: 1rem 0 0; } .picture img { width: min(30rem, 100%); image-rendering: pixelated; }
 .scroll { overflow-x: auto; }
 table.skips { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-table.skips th, table.skips td { padding: .15rem .6rem .15rem 0; text-align: left; font-weight: normal;
-  white-space: nowrap; border-bottom: 1px solid var(--border-color-primary); color: var(--body-text-color); }
-table.skips td.number { text-align: right; }
+table.skips th, table.skips td { padding: .15rem .6rem .15rem 0 !important; text-align: left; font-weight: normal;
+  white-space: nowrap; border: 0 solid var(--border-color-primary) !important; border-bottom-width: 1px !important;
+  color: var(--body-text-color); }
 svg.curves { width: 100%; max-width: 40rem; height: auto; }
 svg.curves text { fill: var(--body-text-color); font-size: 16px; }
 svg.curves .axis { stroke: var(--border-color-primary); }
@@ -76,7 +76,7 @@ def skips_html(skips: SkipConnections) -> str:
     """Return the table that `scalelong inspect` prints."""
     rows = [(str(skip.i), skip.where, str(skip.width), skip.scaling) for skip in skips]
     body = "".join(
-        f'<tr><td class="number">{i}</td><td>{html.escape(where)}</td><td class="number">{width}</td>'
+        f'<tr><td>{i}</td><td>{html.escape(where)}</td><td>{width}</td>'
         f"<td>{html.escape(scaling)}</td></tr>"
         for i, where, width, scaling in rows
     )
