@@ -14,9 +14,8 @@ from scalelong_diffusers.errors import UserError
 _TITLE = "scalelong-diffusers"
 # The default fonts come from Google, and the default notes are too pale to read.
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
-    block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300",
+    body_text_color_subdued="*neutral_600", body_text_color_subdued_dark="*neutral_300",
     block_title_text_color="*neutral_800", block_title_text_color_dark="*neutral_100",
-    block_label_text_color="*neutral_800", block_label_text_color_dark="*neutral_100",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def diagnose_tab(app: "App"):
         start = gr.Button("Diagnose", variant="primary", scale=1, min_width=80)
         stop = gr.Button("Stop", variant="stop", scale=1, min_width=80)
     state = gr.Textbox(label="State", interactive=False)
-    report = gr.HTML()
+    report = gr.HTML(apply_default_css=False)
 
     @shows_errors
     def start_diagnosis(source: str, count: int):

@@ -14,6 +14,7 @@ from scalelong_diffusers.patching import SkipConnections
 
 _SMALL = 128  # smaller images are enlarged without smoothing
 STYLE = """
+.gradio-container .min_value, .gradio-container .max_value { color: var(--body-text-color-subdued); }
 .gradio-container { max-width: 78rem !important; margin: 0 auto !important; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16rem, 100%), 1fr)); gap: 1rem; }
 .pair figure { margin: 0; min-width: 0; }
@@ -24,11 +25,9 @@ STYLE = """
 .images img { width: 100%; display: block; border-radius: 3px; }
 .images img.small { image-rendering: pixelated; }
 .picture { margin: 1rem 0 0; } .picture img { width: min(30rem, 100%); image-rendering: pixelated; }
-.scroll { overflow-x: auto; }
 table.skips { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-table.skips th, table.skips td { padding: .15rem .6rem .15rem 0 !important; text-align: left; font-weight: normal;
-  white-space: nowrap; border: 0 solid var(--border-color-primary) !important; border-bottom-width: 1px !important;
-  color: var(--body-text-color); }
+table.skips th, table.skips td { padding: .15rem .6rem .15rem 0; text-align: left; font-weight: normal;
+  border-bottom: 1px solid var(--border-color-primary); overflow-wrap: anywhere; }
 svg.curves { width: 100%; max-width: 40rem; height: auto; }
 svg.curves text { fill: var(--body-text-color); font-size: 16px; }
 svg.curves .axis { stroke: var(--border-color-primary); }
@@ -60,10 +59,14 @@ def _images(title: str, images: Sequence[Image], labels: Sequence[str]) -> str:
         label = html.escape(labels[k] if labels else f"image {k}")
         small = ' class="small"' if max(image.size) < _SMALL else ""
         text = label if labels else ""
-        cells.append(f'<span title="{label}"><img{small} src="{_data_url(image)}" alt="{title}: {label}">{text}</span>')
+        cells.append(
+            f'<span title="{label}"><img{small} src="{_data_url(image)}" alt="{title}: {label}">{text}</span>'
+        )
     columns = math.ceil(math.sqrt(len(images)))
     style = f"grid-template-columns: repeat({columns}, minmax(0, 1fr))"
-    return f'<figure><figcaption>{title}</figcaption><div class="images" style="{style}">{"".join(cells)}</div></figure>'
+    return (
+        f'<figure><figcaption>{title}</figcaption><div class="images" style="{style}">{"".join(cells)}</div></figure>'
+    )
 
 
 def _data_url(image: Image) -> str:
@@ -74,17 +77,11 @@ def _data_url(image: Image) -> str:
 
 def skips_html(skips: SkipConnections) -> str:
     """Return the table that `scalelong inspect` prints."""
-    rows = [(str(skip.i), skip.where, str(skip.width), skip.scaling) for skip in skips]
-    body = "".join(
-        f'<tr><td>{i}</td><td>{html.escape(where)}</td><td>{width}</td>'
-        f"<td>{html.escape(scaling)}</td></tr>"
-        for i, where, width, scaling in rows
-    )
+    rows = [(skip.i, html.escape(skip.where), skip.width, html.escape(skip.scaling)) for skip in skips]
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     heads = "".join(f'<th scope="col">{head}</th>' for head in ("i", "where", "width", "factor"))
-    return (
-        f'<div class="scroll" tabindex="0"><table class="skips"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div><p>{html.escape(skips.summary())}</p>"
-    )
+    table = f'<table class="skips"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+    return f"{table}<p>{html.escape(skips.summary())}</p>"
 
 
 def curves_html(curves: Mapping[str, Curve], name: str) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.app.app import App
 
 _MAX_IMAGES, _MAX_STEPS = 64, 250
+_PROGRESS = gr.Progress()  # as a default argument, it tells gradio to show the progress
 _HINT = "<p>Press Sample. Then move the sliders: the noise stays the same.</p>"
 
 
@@ -24,7 +25,7 @@ def sample_tab(app: "App"):
     with gr.Row(visible=not app.is_public):
         model = gr.Textbox(label="Model", info="a pipeline folder, or an id on the Hub", scale=5)
         load = gr.Button("Load", scale=1, min_width=80)
-    about = gr.HTML()
+    about = gr.HTML(apply_default_css=False)
     with gr.Row():
         with gr.Column(scale=2, min_width=280):
             conditions = _condition_inputs()
@@ -32,13 +33,13 @@ def sample_tab(app: "App"):
             start = gr.Button("Sample", variant="primary")
         with gr.Column(scale=5, min_width=300):
             sliders = _scaling_inputs()
-            pictures = gr.HTML(_HINT)
+            pictures = gr.HTML(_HINT, apply_default_css=False)
             with gr.Accordion("Long skips and their factors"):
-                skips = gr.HTML()
+                skips = gr.HTML(apply_default_css=False)
     inputs = {**conditions, **settings, **sliders}
 
     @shows_errors
-    def draw(*values, progress=gr.Progress()):
+    def draw(*values, progress=_PROGRESS):
         return _draw(app.loaded, dict(zip(inputs, values)), progress)
 
     @shows_errors
@@ -89,8 +90,12 @@ def _scaling_inputs() -> dict[str, Any]:
     with gr.Row():
         return {
             "strength": gr.Slider(0, 1, 1, step=0.01, label="Strength", info="0: no scaling", min_width=200),
-            "kappa": gr.Slider(0.05, 1, 0.9, step=0.01, label="Kappa", info="cs: factor i is kappa^(i-1)", min_width=200),
-            "method": gr.Dropdown(["cs"], value="cs", label="Method", info="the model's own comes first", min_width=160),
+            "kappa": gr.Slider(
+                0.05, 1, 0.9, step=0.01, label="Kappa", info="cs: factor i is kappa^(i-1)", min_width=200
+            ),
+            "method": gr.Dropdown(
+                ["cs"], value="cs", label="Method", info="the model's own comes first", min_width=160
+            ),
         }
 
 

@@ -14,6 +14,7 @@ from scalelong_diffusers.data import SHAPE_CLASSES
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.trainings import read_log
 from scalelong_diffusers.image_files import read_image
+from scalelong_diffusers.training.config import TrainingConfig, make_config
 
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def train_tab(app: "App"):
                 stop = gr.Button("Stop", variant="stop", min_width=80)
         with gr.Column(scale=5, min_width=300):
             state = gr.Textbox(label="State", interactive=False)
-            results = gr.HTML()
+            results = gr.HTML(apply_default_css=False)
 
     @shows_errors
     def start_training(*values):
@@ -96,8 +97,8 @@ def _inputs() -> dict[str, Any]:
 def _start(job: Job, chosen: Mapping[str, Any]):
     """Start the training, or resume it if its folder has a checkpoint."""
     folder, steps = Path(chosen["output_dir"]), chosen["max_train_steps"]
-    if not chosen["output_dir"] or not steps:
-        raise UserError("the number of steps and the output folder must be set")
+    if steps is None:
+        raise UserError("enter a number of steps")
     config = job.folder / "model.json"
     config.write_text(json.dumps(_MODEL))
     every = max(1, steps // _LOOKS)
@@ -105,12 +106,13 @@ def _start(job: Job, chosen: Mapping[str, Any]):
         **_FLAGS,
         **chosen,
         "kappa": chosen["kappa"] if chosen["skip_scaling"] == "cs" else None,
-        "model_config_name_or_path": config,
+        "model_config_name_or_path": str(config),
         "validation_steps": every,
         "sample_steps": every,
         "checkpointing_steps": every,
         "resume_from_checkpoint": "latest" if any(folder.glob("checkpoint-*")) else None,
     }
+    make_config(TrainingConfig, **flags)  # reports wrong values before the slow start of the process
     job.start(_SCRIPT, [], flags, output=folder)
 
 

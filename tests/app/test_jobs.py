@@ -24,7 +24,9 @@ def job(tmp_path, monkeypatch):
     """A job that can run modules of the test's folder."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sleeping.py").write_text(SLEEPING)
-    (tmp_path / "failing.py").write_text("import sys\nprint('10%|#', file=sys.stderr)\nsys.exit('train: no <images>')\n")
+    (tmp_path / "failing.py").write_text(
+        "import sys\nprint('10%|#', file=sys.stderr)\nsys.exit('train: no <images>')\n"
+    )
     job = Job("training")
     yield job
     job.close()

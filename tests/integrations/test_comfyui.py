@@ -128,7 +128,7 @@ def test_node_offers_what_it_computes(module, node):
 
 def test_refuses_models_without_long_skips(node):
     transformer = SimpleNamespace(model=SimpleNamespace(diffusion_model=torch.nn.Linear(1, 1)))
-    with pytest.raises(ValueError, match="needs a U-Net, as in Stable Diffusion 1, 2 and XL, got .*Linear"):
+    with pytest.raises(ValueError, match=r"needs a U-Net, as in Stable Diffusion 1, 2 and XL, got .*Linear"):
         node.scale(transformer, "cs", 0.9, 1.0)
 
 
