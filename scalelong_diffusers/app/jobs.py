@@ -48,10 +48,10 @@ class Job:
                 start_new_session=True,  # Ctrl-C reaches only the app, which stops its jobs
             )
 
-    def stop(self) -> bool:
-        """End the process and wait until it has ended. Return whether it was running."""
+    def stop(self):
+        """End the process, if it is running, and wait until it has ended."""
         if not self.is_running:
-            return False
+            return
         self._is_stopped = True
         self._process.terminate()
         try:
@@ -59,7 +59,6 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        return True
 
     def close(self):
         self.stop()

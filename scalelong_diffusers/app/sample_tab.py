@@ -33,7 +33,7 @@ def sample_tab(app: "App"):
             start = gr.Button("Sample", variant="primary")
         with gr.Column(scale=5, min_width=300):
             sliders = _scaling_inputs()
-            pictures = gr.HTML(_HINT, apply_default_css=False)
+            pictures = gr.HTML("<p>Load a model first.</p>", apply_default_css=False)
             with gr.Accordion("Long skips and their factors"):
                 skips = gr.HTML(apply_default_css=False)
     inputs = {**conditions, **settings, **sliders}
@@ -57,7 +57,8 @@ def sample_tab(app: "App"):
 
     everything = [model, about, pictures, skips, *conditions.values(), *sliders.values()]
     app.page.load(show, outputs=everything)
-    gr.on([load.click, model.submit], load_model, model, everything)
+    if not app.is_public:  # what is hidden could still be called
+        gr.on([load.click, model.submit], load_model, model, everything)
     sliders["method"].input(show_kappa, sliders["method"], sliders["kappa"])
     start.click(draw, [*inputs.values()], [pictures, skips])
     # While images are being made, only the last change waits for its turn.
@@ -99,10 +100,10 @@ def _scaling_inputs() -> dict[str, Any]:
         }
 
 
-def _model_values(comparison: Comparison | None) -> list[Any]:
-    """Return the values of everything that depends on the model."""
+def _model_values(comparison: Comparison | None) -> Any:
+    """Return the values of everything that depends on the model, or gradio's mark for no change."""
     if comparison is None:
-        return [gr.skip()] * 11
+        return gr.skip()
     has_guidance = comparison.is_text or comparison.guidance_scale > 1
     method, kappa = comparison.methods[0], comparison.own.kappa or SkipScalingConfig("cs").kappa
     strength = 1.0 if comparison.own.strength is None else comparison.own.strength

@@ -1,5 +1,6 @@
 """`scalelong app` in a real browser: sample, move sliders, train, stop, diagnose."""
 
+import json
 import os
 import re
 import signal
@@ -281,3 +282,21 @@ def test_bad_input_ends_the_command(app, tmp_path):
         assert ended.returncode == 2
         assert "Traceback" not in ended.stderr
         assert ended.stderr.splitlines()[-1].startswith(message)
+
+
+def test_strangers_can_only_sample(model, in_fresh_process):
+    code = """
+import json, sys
+pages = [App(sys.argv[1], is_public=is_public).page for is_public in (True, False)]
+print(json.dumps([[event["api_name"] for event in page.config["dependencies"]] for page in pages]))
+"""
+    public, local = map(set, json.loads(in_fresh_process(code, model).stdout.splitlines()[-1]))
+    assert local > public
+    assert not any(re.search("load|start|stop|watch", name) for name in public)
+
+
+def test_app_without_gradio_says_what_to_install(scalelong, monkeypatch):
+    monkeypatch.setattr("scalelong_diffusers.cli.app.find_spec", lambda name: None)
+    code, printed, errors = scalelong("app")
+    assert (code, printed) == (2, "")
+    assert errors == "scalelong: the app needs gradio: pip install 'scalelong-diffusers[app]'\n"
