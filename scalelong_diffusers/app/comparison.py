@@ -77,15 +77,21 @@ class Comparison:
     @property
     def class_names(self) -> list[str]:
         """Names of the classes, or their numbers. Empty for a model without classes."""
-        names = self.pipe.config.class_names or {} if self.is_class else {}
-        return [names.get(str(k), str(k)) for k in range(self.pipe.num_classes)] if self.is_class else []
+        if not self.is_class:
+            return []
+        names = self.pipe.config.class_names or {}
+        return [names.get(str(k), str(k)) for k in range(self.pipe.num_classes)]
+
+    @property
+    def has_guidance(self) -> bool:
+        return self.is_text or (self.is_class and self.pipe.config.null_class is not None)
 
     @property
     def guidance_scale(self) -> float:
-        """A guidance scale to start with."""
-        if self.is_text:
-            return 7.5
-        return 2.0 if self.is_class and self.pipe.config.null_class is not None else 1.0
+        """The guidance scale to start with."""
+        if not self.has_guidance:
+            return 1.0
+        return 7.5 if self.is_text else 2.0
 
     def scaling(self, method: str, kappa: float, strength: float) -> SkipScalingConfig:
         """Return the model's own scaling, or another one, with this kappa (if it has one) and strength."""

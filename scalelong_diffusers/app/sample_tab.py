@@ -104,7 +104,6 @@ def _model_values(comparison: Comparison | None) -> Any:
     """Return the values of everything that depends on the model, or gradio's mark for no change."""
     if comparison is None:
         return gr.skip()
-    has_guidance = comparison.is_text or comparison.guidance_scale > 1
     method, kappa = comparison.methods[0], comparison.own.kappa or SkipScalingConfig("cs").kappa
     strength = 1.0 if comparison.own.strength is None else comparison.own.strength
     skips = comparison.skips(comparison.scaling(method, kappa, strength))
@@ -116,7 +115,7 @@ def _model_values(comparison: Comparison | None) -> Any:
         gr.update(choices=comparison.class_names, value=[], visible=comparison.is_class),
         gr.update(visible=comparison.is_text),
         gr.update(visible=comparison.is_text),
-        gr.update(value=comparison.guidance_scale, visible=has_guidance),
+        gr.update(value=comparison.guidance_scale, visible=comparison.has_guidance),
         strength,
         gr.update(value=kappa, interactive=comparison.scaling(method, 1.0, 1.0).kappa is not None),
         gr.update(choices=comparison.methods, value=method),
@@ -147,7 +146,6 @@ def _draw(comparison: Comparison, values: dict[str, Any], progress: gr.Progress)
 def _sample_config(comparison: Comparison, values: dict[str, Any]) -> SampleConfig:
     """Return the settings as `scalelong sample` takes them. Inputs of other kinds of models are hidden."""
     prompts = tuple(line.strip() for line in (values["prompt"] or "").splitlines() if line.strip())
-    has_guidance = comparison.is_text or comparison.guidance_scale > 1
     return SampleConfig(
         comparison.source,
         prompt=prompts if comparison.is_text and prompts else None,
@@ -155,6 +153,6 @@ def _sample_config(comparison: Comparison, values: dict[str, Any]) -> SampleConf
         class_labels=tuple(values["class_labels"] or ()) or None if comparison.is_class else None,
         scheduler=values["scheduler"] or None,
         num_inference_steps=values["num_inference_steps"],
-        guidance_scale=values["guidance_scale"] if has_guidance else None,
+        guidance_scale=values["guidance_scale"] if comparison.has_guidance else None,
         seed=values["seed"],
     )
