@@ -238,7 +238,8 @@ def test_training_draws_a_curve_and_can_be_stopped(opened, app):
     other.get_by_role("tab", name="Train").click()
     other.locator("svg.curves polyline").first.wait_for()
     page.get_by_role("button", name="Stop").first.click()
-    page.wait_for_function("[...document.querySelectorAll('textarea, input')].some(e => e.value == 'Stopped.')")
+    stopped = "[...document.querySelectorAll('textarea, input')].some(e => e.value == 'Stopped.')"
+    page.wait_for_function(stopped, timeout=280_000)
     assert children(app) == []
     assert list((app.folder / "runs" / "app").glob("checkpoint-*"))
 
