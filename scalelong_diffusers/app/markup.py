@@ -28,13 +28,13 @@ STYLE = """
 table.skips { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
 table.skips th, table.skips td { padding: .15rem .6rem .15rem 0; text-align: left; font-weight: normal;
   border-bottom: 1px solid var(--border-color-primary); overflow-wrap: anywhere; }
-svg.curves { width: 100%; max-width: 40rem; height: auto; }
+svg.curves { --a: #c2410c; --b: #2563eb; width: 100%; max-width: 40rem; height: auto; }
+.dark svg.curves { --a: #fdba74; --b: #93c5fd; }
 svg.curves text { fill: var(--body-text-color); font-size: 16px; }
 svg.curves .axis { stroke: var(--border-color-primary); }
 svg.curves .curve { fill: none; stroke-width: 2.5; }
-svg.curves .a { stroke: #c2410c; } svg.curves .b { stroke: #2563eb; stroke-dasharray: 7 4; }
-.dark svg.curves .a { stroke: #fdba74; } .dark svg.curves .b { stroke: #93c5fd; }
-svg.curves text.a, svg.curves text.b { stroke: none; }
+svg.curves .curve.a { stroke: var(--a); } svg.curves text.a { fill: var(--a); }
+svg.curves .curve.b { stroke: var(--b); stroke-dasharray: 7 4; } svg.curves text.b { fill: var(--b); }
 iframe.report { width: 100%; height: 75vh; border: 1px solid var(--border-color-primary); border-radius: 6px; }
 """
 
