@@ -888,7 +888,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Return a function that opens a page and records its requests and errors."""
+    """Return a function that opens a file or an address, and records the requests and errors of the page."""
     contexts = []
 
     def run(file, width=1200, **options):
@@ -898,7 +898,7 @@ def open_page(browser):
         page.on("request", lambda request: page.requested.append(request.url))
         page.on("console", lambda message: page.errors.append(message.text))
         page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.goto(file.as_uri())
+        page.goto(file if isinstance(file, str) else file.as_uri())
         return page
 
     yield run

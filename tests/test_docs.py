@@ -14,7 +14,8 @@ import scalelong_diffusers
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("docs", "integrations/comfyui", "notebooks")
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
 BLOCKS = [block for page in PAGES for block in runnable_blocks(page)]
 HUB_BLOCKS = [(page, code, printed) for page, needs_hub, code, printed in BLOCKS if needs_hub]
 LOCAL_BLOCKS = [(page, code, printed) for page, needs_hub, code, printed in BLOCKS if not needs_hub]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from scalelong_diffusers import __version__
-from scalelong_diffusers.cli import convert, demo, diagnose, ema, evaluate, inspect, kappa, paper, presets, sample
+from scalelong_diffusers.cli import app, convert, demo, diagnose, ema, evaluate, inspect, kappa, paper, presets, sample
 from scalelong_diffusers.download import use_cache_if_offline
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.evaluation.images import SHAPES
@@ -39,7 +39,7 @@ def _parse(argv: Sequence[str]):
     parser = ArgumentParser(prog="scalelong", description="Scale the long skip connections of diffusion U-Nets.")
     parser.add_argument("--version", action="version", version=f"scalelong-diffusers {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=ArgumentParser)
-    for module in (presets, inspect, kappa, convert, sample, evaluate, ema, diagnose, paper, demo):
+    for module in (presets, inspect, kappa, convert, sample, evaluate, ema, diagnose, paper, demo, app):
         module.add_command(commands)
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         suggestion = did_you_mean(argv[0], commands.choices)

@@ -24,7 +24,7 @@ from scalelong_diffusers import (
     UViTModel,
 )
 from scalelong_diffusers.pipelines.grids import cut_grid
-from scalelong_diffusers.pipelines.sampling import SCHEDULERS, SampleConfig, Sampling, scheduler_by_name
+from scalelong_diffusers.pipelines.sampling import SCHEDULERS, SampleConfig, Sampler, scheduler_by_name
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -137,10 +137,8 @@ class TestResume:
         (out / "000002.png").unlink()
         times = {name: (out / name).stat().st_mtime_ns for name in names_in(out)}
         made = []
-        make = Sampling._make_batch
-        monkeypatch.setattr(
-            Sampling, "_make_batch", lambda self, batch, bar: made.append(batch) or make(self, batch, bar)
-        )
+        make = Sampler.make
+        monkeypatch.setattr(Sampler, "make", lambda self, batch, *rest: made.append(batch) or make(self, batch, *rest))
         printed = sample(f"{unconditional}/", "--out", out, "-n", 6, "--batch_size", 2, *FAST)[1]
         assert printed.startswith(f"{out}: 6 images, 3 of them new")
         assert made == [[2, 4], [5]]
