@@ -1,11 +1,13 @@
 """Processes that the app starts and stops."""
 
 import os
+import threading
 import time
 
 import pytest
 
 from scalelong_diffusers import UserError
+from scalelong_diffusers.app.events import follow
 from scalelong_diffusers.app.jobs import Job
 
 
@@ -69,3 +71,17 @@ def test_failures_are_errors_and_a_new_start_is_possible(job, tmp_path):
     folder = job.folder
     job.close()
     assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_follow_shows_the_end_of_a_stopped_process(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("scalelong_diffusers.app.events._SECONDS_BETWEEN_LOOKS", 0.05)
+    assert list(follow(job, str)) == []
+    job.start("sleeping", ["x"], {}, tmp_path)
+    looks = follow(job, lambda folder: f"results in {folder}")
+    assert next(looks) == ("Running: 0 %.", f"results in {tmp_path}")
+    wait_for(lambda: next(looks)[0] == "Running: 40 %.")
+    stopping = threading.Thread(target=job.stop)
+    stopping.start()
+    assert list(looks)[-1] == ("Stopped.", f"results in {tmp_path}")
+    stopping.join()
