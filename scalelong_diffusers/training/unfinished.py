@@ -55,6 +55,11 @@ def load_checkpoint(checkpoint: Path, **options) -> DiffusionPipeline:
             "parts of its pipeline: run the same training command with --resume_from_checkpoint latest"
         )
     trained = {path.parent.name for path in checkpoint.glob("*/config.json")}
+    if not trained:
+        raise UserError(
+            f"{checkpoint} cannot be sampled, because FSDP2 wrote it in shards: run the same training command with "
+            "--resume_from_checkpoint latest"
+        )
     modules = {
         name: _load(checkpoint / (f"{name}_ema" if f"{name}_ema" in trained else name), **options)
         for name in trained

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong_diffusers import ScaleLongClassConditionalPipeline, cli
+from scalelong_diffusers import ScaleLongClassConditionalPipeline, UserError, cli
 from scalelong_diffusers.train import train_class_conditional, train_text_to_image
-from scalelong_diffusers.training.unfinished import PARTS_FOLDER
+from scalelong_diffusers.training.unfinished import PARTS_FOLDER, load_checkpoint
 
 
 def interrupted(launch, folder, script, **settings):
@@ -71,3 +71,11 @@ def test_a_finished_run_has_only_its_pipeline(train, tmp_path):
     folder = train(tmp_path / "run", max_train_steps=2, validation_steps=0, checkpointing_steps=1, lr_warmup_steps=1)
     assert (folder / "model_index.json").is_file()
     assert not (folder / PARTS_FOLDER).exists()
+
+
+def test_refuses_sharded_checkpoints(tmp_path):
+    (tmp_path / "checkpoint-1" / "shards").mkdir(parents=True)
+    (tmp_path / PARTS_FOLDER).mkdir()
+    (tmp_path / PARTS_FOLDER / "model_index.json").write_text("{}")
+    with pytest.raises(UserError, match="because FSDP2 wrote it in shards"):
+        load_checkpoint(tmp_path / "checkpoint-1")
