@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 
 MINUTES ?= 10
 
-.PHONY: install test check attack lint format demo paper
+.PHONY: install test check attack lint format demo paper docs docs-check dist
 
 install: .venv/installed
 
@@ -29,12 +29,31 @@ attack: install
 # Train a U-ViT plain and with the residual start at the same time, and write a page that compares the two runs: about
 # nine minutes on two cores, or one minute with QUICK=1.
 demo: install
-	$(BIN)/python benchmarks/demo.py $(if $(QUICK),--quick)
+	$(BIN)/scalelong demo $(if $(QUICK),--quick)
 
 # Rerun all figures, tables and theorems of the paper, which takes days, or at most five minutes for each with QUICK=1.
 # Finished runs are lines in docs/paper and are not repeated.
 paper: install
 	$(BIN)/scalelong paper all $(if $(QUICK),--quick,--output_dir docs/paper)
+
+# Serve the documentation on http://127.0.0.1:8000. It is built anew when a page or a docstring changes.
+docs: .venv/installed-docs
+	$(BIN)/mkdocs serve
+
+# Build the documentation, and fail at broken links.
+docs-check: .venv/installed-docs
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+# Build the wheel and the source distribution, and check them. A tag such as v0.1.0 publishes them.
+dist: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@ Attack the package: kill its commands, damage the files that it reads, and pass 
 
     python benchmarks/attack.py [--minutes 10] [--seed N] [--only kills|flips|inputs] [--repeat KIND:NUMBER]
 
-- kills: training, fine-tuning, precomputing, sampling and evaluation are killed at random moments, run out of disk
-  space, or are started twice. The finished folder must equal the folder of an uninterrupted run.
+- kills: training, fine-tuning, precomputing, sampling, evaluation and diagnosis are killed at random moments, run out
+  of disk space, or are started twice. The finished folder must equal the folder of an uninterrupted run.
 - flips: bits of a file are flipped, or the file is cut. Loading it must work, or end with a `UserError`. Where a
   checksum promises it, the damage must be noticed.
 - inputs: random configs, flags and arguments. They must work, or end with a `UserError`.

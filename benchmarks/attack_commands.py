@@ -108,7 +108,11 @@ _MODEL = "model_config_name_or_path"
 _FINE_TUNING = {**TRAINING, "resolution": 16, "pretrained_model_name_or_path": "{parts}/stable_diffusion"}
 _SAMPLING = {"": "{parts}/class_conditional", "num_images": 10, "batch_size": 2, "num_inference_steps": 2}
 COMMANDS = {
-    "unconditional": Attacked(_script(train_unconditional), {**TRAINING, _MODEL: "{parts}/model"}, resumes=True),
+    "unconditional": Attacked(
+        _script(train_unconditional),
+        {**TRAINING, _MODEL: "{parts}/model", "ema_snapshot_steps": 3},
+        resumes=True,
+    ),
     "class_conditional": Attacked(
         _script(train_class_conditional), {**TRAINING, _MODEL: "{parts}/model_of_classes"}, resumes=True
     ),
@@ -128,6 +132,9 @@ COMMANDS = {
             "features": "{parts}/network",
             "cache_dir": "{output_dir}.cache",
         },
+    ),
+    "diagnose": Attacked(
+        cli_command("diagnose"), {"": "{parts}/model", "num_images": 8, "batch_size": 4}, has_workers=False
     ),
 }
 

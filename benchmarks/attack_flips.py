@@ -5,6 +5,7 @@ import functools
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from diffusers import DiffusionPipeline
 
 from scalelong_diffusers import UserError, UViTModel, load_adapter, load_pipeline, skip_connections
 from scalelong_diffusers.cli.inspect import model_skeleton
+from scalelong_diffusers.cli.subject import Inputs, load_subject
 from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.evaluation import FeatureStatistics, load_features
 from scalelong_diffusers.evaluation.images import ImageFiles
@@ -27,6 +29,7 @@ from scalelong_diffusers.pipelines.text_encoding import load_text_encoder, token
 from scalelong_diffusers.training.checkpoints import CHECKSUMS_FILE, Checkpoints, read_state
 from scalelong_diffusers.training.models import load_vae
 from scalelong_diffusers.training.monitoring import MetricsFile
+from scalelong_diffusers.training.posthoc_ema import reconstruct_ema
 from scalelong_diffusers.training.stable_diffusion import load_stable_diffusion
 
 
@@ -139,6 +142,13 @@ def use_config_in_training(damage: Damage):
         command.message()
 
 
+def use_in_diagnosis(damage: Damage):
+    """Load the model, the settings and the data of a run, as a diagnosis does."""
+    inputs = Inputs(load_subject(str(damage.folder), {}, seed=0), "the run", {}, seed=0)
+    for _ in inputs.batches(8, 4, torch.device("cpu")):
+        pass
+
+
 def use_vae(damage: Damage):
     load_vae(str(damage.folder), torch.device("cpu"))
 
@@ -231,6 +241,23 @@ def _latents(folder: Path) -> dict[str, torch.Tensor]:
 _cached_latents = functools.cache(_latents)
 
 
+def use_ema_snapshots(damage: Damage):
+    """Reconstruct EMA weights from the snapshots. Damage must be noticed."""
+    average = _average(damage.folder)
+    expected = _cached_average(damage.original)
+    if any(not torch.equal(average[name], expected[name]) for name in expected):
+        raise Failure("damaged snapshots give other weights")
+
+
+def _average(folder: Path) -> dict[str, torch.Tensor]:
+    with tempfile.TemporaryDirectory() as output_dir:
+        [result] = reconstruct_ema(str(folder), output_dir, [0.08])
+        return load_pipeline(result.folder).unet.state_dict()
+
+
+_cached_average = functools.cache(_average)
+
+
 def use_image(damage: Damage):
     read_image(damage.file, damage.file.name)
 
@@ -291,6 +318,8 @@ TARGETS = (
     Target("statistics", ("*",), use_statistics),
     Target("unconditional", ("checkpoint-*/**/*",), use_checkpoint),
     Target("unconditional", ("*", "checkpoint-*/**/*", "unet/*", "scheduler/*"), use_run),
+    Target("unconditional", ("settings.json", "model_index.json", "unet/*", "scheduler/*"), use_in_diagnosis),
+    Target("unconditional", ("ema_snapshots/*",), use_ema_snapshots),
     Target("unconditional", ("metrics.jsonl",), use_metrics),
     Target("precompute", ("*",), use_latents),
     Target("images", ("**/*",), use_image),

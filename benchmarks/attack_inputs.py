@@ -36,6 +36,7 @@ from scalelong_diffusers import (
     load_pipeline,
     set_skip_scaling_strength,
 )
+from scalelong_diffusers.cli.diagnose import DiagnoseConfig
 from scalelong_diffusers.cli.evaluate import EvaluateConfig
 from scalelong_diffusers.cli.inspect import model_skeleton
 from scalelong_diffusers.data import DataConfig, load_training_data
@@ -67,7 +68,7 @@ _COUNTS = re.compile(
     r"(--)?(\w+_steps|num_train_epochs|num_\w*images\w*|num_samples|num_shapes|\w*batch_size|\w+_workers)"
 )
 RUN_CONFIGS = (*RunConfig.__subclasses__(), *TrainingConfig.__subclasses__())
-CONFIGS = (*RUN_CONFIGS, PrecomputeConfig, SampleConfig, EvaluateConfig, SkipScalingConfig)
+CONFIGS = (*RUN_CONFIGS, PrecomputeConfig, SampleConfig, EvaluateConfig, DiagnoseConfig, SkipScalingConfig)
 _OPTIONS = [(flag, details) for config in CONFIGS for flag, _, details in options_of(config)]
 WORDS = sorted({word for flag, details in _OPTIONS for word in (flag, *(details.choices or ()))})
 
@@ -158,6 +159,7 @@ _COMMANDS = {
     "kappa": (cli_command("kappa"), {"skips": 6}),
     "presets": (cli_command("presets"), {"": "cifar10-uvit-s-2"}),
     "convert": (cli_command("convert"), {"": "{parts}/reference_checkpoint", " ": "{output_dir}"}),
+    "ema": (cli_command("ema"), {"": "{parts}/unconditional", "sigma_rel": 0.1, "output_dir": "{output_dir}"}),
     "paper": (cli_command("paper"), {"": "lemma3.2", "quick": True, "output_dir": "{output_dir}"}),
 }
 _SHORT = {"max_train_steps": 2, "lr_warmup_steps": 1, "validation_steps": 1, "sample_steps": 2}
@@ -196,8 +198,10 @@ def odd_flag(generator: random.Random, flags: list[str]) -> list[str]:
 def flags_in_help(name: str) -> list[str]:
     """Return all flags of a command, except for the slow `--compile`."""
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        _COMMANDS[name][0](["--help"])
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
+        for flag in ("--help", "--help-all"):  # the second is only of scripts
+            with contextlib.suppress(SystemExit):
+                _COMMANDS[name][0]([flag])
     return sorted({*re.findall(r"--[a-z][a-z0-9_-]+", shown.getvalue())} - {"--compile", "--no-compile"})
 
 

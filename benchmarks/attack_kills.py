@@ -196,11 +196,11 @@ def _read_lines(file: Path) -> list[dict]:
 
 
 def check_tensors(folder: Path, expected: Path):
-    """Check that all weights, latents and images are bit-identical."""
+    """Check that all weights, latents, images and pages are bit-identical."""
     for name in sorted(_files(expected)):
         if name.endswith(".safetensors"):
             tensors, wanted = load_file(folder / name), load_file(expected / name)
             if tensors.keys() != wanted.keys() or any(not torch.equal(tensors[key], wanted[key]) for key in wanted):
                 raise Failure(f"{name} differs from an uninterrupted run")
-        elif name.endswith(".png") and (folder / name).read_bytes() != (expected / name).read_bytes():
+        elif name.endswith((".png", ".html")) and (folder / name).read_bytes() != (expected / name).read_bytes():
             raise Failure(f"{name} differs from an uninterrupted run")

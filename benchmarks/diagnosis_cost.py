@@ -23,8 +23,8 @@ from measure import paired_ratio, paired_times, peak_allocated, round_count
 from training import make_run, our_step
 
 from scalelong_diffusers import ScaleLongUNet2DConditionModel, UViTModel
+from scalelong_diffusers.diagnosis.diagnose import diagnose
 from scalelong_diffusers.diagnosis.measure import Samples, measure_skips, spread_positions
-from scalelong_diffusers.diagnosis.report import diagnose
 from scalelong_diffusers.noise import BetaProcess
 from scalelong_diffusers.training import TrainingRun
 

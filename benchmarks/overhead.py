@@ -1,7 +1,7 @@
 """
-Measure the cost of scaling: scaled classes against the stock class with the same weights, interleaved in one run.
+Measure the cost of scaling: scaled and fused models against the stock class, interleaved in one run.
 
-    python benchmarks/overhead.py [--rounds 30] [--json]
+    python benchmarks/overhead.py [--models NAME ...] [--rounds 30] [--json]
 
 Times are paired ratios with their 95 % interval. Memory is the peak of what a step allocates, counted by torch's
 allocator, with and without the weights and optimizer state that persist (without them is the stricter number).
@@ -14,10 +14,11 @@ import statistics
 
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransformer2DModel
 from measure import paired_ratio, paired_times, peak_allocated, round_count, verdict
 from torch import nn
 
-from scalelong_diffusers import apply_skip_scaling
+from scalelong_diffusers import apply_skip_scaling, fuse_skip_scaling
 from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.presets import get_preset
 
@@ -28,7 +29,8 @@ METHODS = {
     "ls": {"method": "ls", "shared": True, "init": "paper"},
     "ls per skip": {"method": "ls", "shared": False, "init": "identity"},
 }
-TIME_LIMITS = {"cs": 1.01, "ls": 1.02, "ls per skip": 1.02}
+FUSED = "cs, fused"
+TIME_LIMITS = {"cs": 1.01, "ls": 1.02, "ls per skip": 1.02, FUSED: 1.0}
 MEMORY_LIMITS = {"training": 1.02, "inference": 1.10}
 
 
@@ -51,12 +53,27 @@ def half_width_sd15() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, inputs
 
 
-MODELS = {"ddpm-cifar10, batch 16": ddpm_cifar10, "half-width sd1.5, batch 2": half_width_sd15}
+def unidiffuser() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Build a small U-ViT of UniDiffuser, which reads its skips by linear layers, so that factors can be fused."""
+    model = UTransformer2DModel(
+        sample_size=32, patch_size=2, in_channels=4, num_layers=6, num_attention_heads=2, attention_head_dim=64,
+        norm_type="layer_norm",
+    )  # fmt: skip
+    return model, {"hidden_states": torch.randn(2, 4, 32, 32)}
+
+
+MODELS = {
+    "ddpm-cifar10, batch 16": ddpm_cifar10,
+    "half-width sd1.5, batch 2": half_width_sd15,
+    "unidiffuser, batch 2": unidiffuser,
+}
 
 
 def variants(stock: nn.Module) -> dict[str, nn.Module]:
-    scaled = {name: apply_skip_scaling(copy.deepcopy(stock), config) for name, config in METHODS.items()}
-    return {"stock": stock} | scaled
+    models = {name: apply_skip_scaling(copy.deepcopy(stock), config) for name, config in METHODS.items()}
+    if isinstance(stock, UTransformer2DModel):
+        models[FUSED] = fuse_skip_scaling(copy.deepcopy(models["cs"]))
+    return {"stock": stock} | models
 
 
 def inference(model: nn.Module, inputs: dict[str, torch.Tensor]):
@@ -68,7 +85,7 @@ def inference(model: nn.Module, inputs: dict[str, torch.Tensor]):
 
 
 def training(model: nn.Module, inputs: dict[str, torch.Tensor]):
-    noise = torch.randn_like(inputs["sample"])
+    noise = torch.randn_like(next(iter(inputs.values())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step():
@@ -100,7 +117,7 @@ def measure(build, rounds: int) -> list[dict]:
         totals = {name: peak + resident_bytes(models[name], step_name) for name, peak in peaks.items()}
         # A forward pass alone is shorter and therefore noisier.
         times = paired_times(steps, 4 * rounds if step_name == "inference" else rounds)
-        for method in METHODS:
+        for method in list(models)[1:]:
             ratio = paired_ratio(times[method], times["stock"])
             rows.append(
                 {
@@ -122,10 +139,14 @@ def measure(build, rounds: int) -> list[dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="NAME",
+        help=f"some of {', '.join(map(repr, MODELS))} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=round_count, default=30, help="number of rounds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    results = {name: measure(build, arguments.rounds) for name, build in MODELS.items()}
+    results = {name: measure(MODELS[name], arguments.rounds) for name in arguments.models}
     if arguments.json:
         print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}))
         return

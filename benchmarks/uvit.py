@@ -1,7 +1,8 @@
 """
 Compare `UViTModel` with a straightforward implementation with the same weights, interleaved in one run.
 
-    python benchmarks/uvit.py [--rounds 12] [--only models|scaling|parts] [--model S/2] [--compile] [--json]
+    python benchmarks/uvit.py [--rounds 12] [--only models|scaling|parts] [--model S/2] [--num_layers 12] [--compile]
+        [--json]
 
 The straightforward model multiplies the skip by its factor, concatenates it to the hidden state and applies one linear
 layer. It uses torch's attention, in the autocast dtype and, as a separate row, in float32. Speed is the time of the
@@ -12,6 +13,7 @@ straightforward, the peak of what a step allocates, counted by torch's allocator
 import argparse
 import contextlib
 import json
+import time
 from collections.abc import Callable
 
 import torch
@@ -31,6 +33,9 @@ METHODS = {
     "ls": {"method": "ls", "shared": True, "init": "paper"},
     "ls per skip": {"method": "ls", "shared": False, "init": "paper"},
 }
+CHANGES = {}  # of the presets
+# With OMP_NUM_THREADS=1, the time of the processor, which other programs disturb less.
+CLOCK = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -120,7 +125,7 @@ class StraightforwardUViT(nn.Module):
 
 def build(preset: str, scaling="none") -> UViTModel:
     torch.manual_seed(0)
-    return apply_skip_scaling(UViTModel.from_preset(preset), scaling)
+    return apply_skip_scaling(UViTModel.from_preset(preset, **CHANGES), scaling)
 
 
 def inputs_of(model: UViTModel) -> dict[str, torch.Tensor]:
@@ -146,7 +151,7 @@ def forward_step(model: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch
 
 def training_step(model: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
     noise = torch.randn_like(inputs["sample"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)  # as in the training scripts
 
     def step():
         with autocast(dtype):
@@ -164,7 +169,7 @@ STEPS = {"forward": forward_step, "training": training_step}
 
 def speeds(steps: dict[str, Callable[[], None]], rounds: int, reference: str) -> dict[str, dict[str, float]]:
     """Return the speed of `reference` relative to each other step."""
-    times = paired_times(steps, rounds)
+    times = paired_times(steps, rounds, clock=CLOCK)
     return {name: paired_ratio(times[name], times[reference]) for name in steps if name != reference}
 
 
@@ -179,6 +184,8 @@ def compare_models(preset: str, rounds: int, compiled: bool) -> list[dict]:
         inputs = inputs_of(models["ours"])
         check_equal(models, inputs)
         runnable = {name: torch.compile(model) if compiled else model for name, model in models.items()}
+        if compiled:
+            runnable["straightforward, not compiled"] = models["straightforward"]
         for step_name, make_step in STEPS.items():
             steps = {name: make_step(model, inputs, dtype) for name, model in runnable.items()}
             peaks = {name: peak_allocated(step) for name, step in steps.items()}
@@ -205,7 +212,7 @@ def compare_scaling(preset: str, rounds: int, compiled: bool) -> list[dict]:
         for step_name, make_step in STEPS.items():
             steps = {name: make_step(model, inputs, dtype) for name, model in runnable.items()}
             peaks = {name: peak_allocated(step) for name, step in steps.items()}
-            times = paired_times(steps, rounds)
+            times = paired_times(steps, rounds, clock=CLOCK)
             for name in METHODS:
                 row = {"dtype": dtype_name, "step": step_name, "method": name}
                 row["time"] = paired_ratio(times[name], times["plain"])
@@ -268,8 +275,11 @@ def main():
     parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
     parser.add_argument("--only", choices=["models", "scaling", "parts"], help="run one of the three comparisons")
     parser.add_argument("--model", choices=MODELS, help="run one of the two models")
+    parser.add_argument("--num_layers", type=int, help="number of layers, for a quick look (default: the preset's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
+    if arguments.num_layers is not None:
+        CHANGES["num_layers"] = arguments.num_layers
     results = {}
     for name, preset in MODELS.items():
         if arguments.model not in (None, name):

@@ -68,6 +68,10 @@ class ScaleLongClassConditionalPipeline(SamplingPipeline):
         """The number of classes without the null class."""
         return unwrap_model(self.unet).config.num_class_embeds - (self.config.null_class is not None)
 
+    def class_title(self, class_id: int) -> str:
+        """Return the name of a class, or its number if it has no name."""
+        return (self.config.class_names or {}).get(str(class_id), str(class_id))
+
     def class_ids(self, class_labels: int | str | Iterable[int | str] | torch.Tensor) -> list[int]:
         """Return the numbers of classes that are given by number or name."""
         if isinstance(class_labels, torch.Tensor):

@@ -46,6 +46,14 @@ def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
     return getattr(scalelong_diffusers, name).from_pretrained(source, **options)
 
 
+def load_with_own_class(folder: str | os.PathLike) -> DiffusionPipeline:
+    """Load a pipeline as the class that saved it, also if that is a stock class."""
+    name = pipeline_index(folder, {})["_class_name"]
+    if name in _OURS:
+        return load_pipeline(folder)
+    return load_complete_pipeline(DiffusionPipeline.from_pretrained, DiffusionPipeline.download, folder)
+
+
 def load_complete_pipeline(
     load: Callable[..., DiffusionPipeline], download: Callable[..., str], source: str | os.PathLike, **options
 ) -> DiffusionPipeline:
@@ -94,7 +102,7 @@ def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[s
     elif finished is not None:
         advice = (
             f"the training run is unfinished (last checkpoint: checkpoint-{finished}); run the same training command "
-            "with --resume_from_checkpoint latest"
+            "with --resume_from_checkpoint latest, or see its progress with scalelong sample"
         )
     else:
         advice = "a pipeline is a folder written by save_pretrained"

@@ -1,10 +1,10 @@
 """Sample numbered images into a folder. Image k depends only on the settings and k, so sampling can always resume."""
 
 import inspect
-import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from scalelong_diffusers.options import check_options, option
 from scalelong_diffusers.pipelines.base import MAX_SIDE, MAX_STEPS, SamplingPipeline
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import set_timesteps
+from scalelong_diffusers.pipelines.grids import draw_grid
 from scalelong_diffusers.pipelines.loading import INDEX
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.processes import processes, run_on_all_processes, run_on_main_process
@@ -87,27 +88,59 @@ class SampleConfig:
         check_options(self)
 
 
-class Sampling:
+class Sampler:
     """
-    Makes images 0 to `num_images - 1` with a pipeline, saves them in a folder, and adds a grid of them.
+    Makes numbered images with a pipeline. An image does not depend on the others in its batch.
 
-    The constructor rejects options that do not fit the pipeline and folders with other images. It replaces the
-    pipeline's scheduler if the config names one.
+    The constructor rejects options that do not fit the pipeline, and batches that do not fit into the memory. It
+    replaces the pipeline's scheduler if the config names one.
     """
 
-    def __init__(self, pipe: SamplingPipeline, config: SampleConfig, folder: Path, num_images: int, batch_size: int):
+    def __init__(self, pipe: SamplingPipeline, config: SampleConfig, batch_size: int):
         self.pipe = pipe
         self.config = config
-        self.folder = folder
-        self.num_images = num_images
-        self.batch_size = batch_size
-        self._condition, self._values = _conditions(pipe, config)
+        self._condition, self.values = _conditions(pipe, config)
         if config.scheduler is not None:
             pipe.scheduler = scheduler_by_name(config.scheduler, pipe.scheduler)
         if config.guidance_scale is not None:
             pipe.set_guidance(config.guidance_scale)
         set_timesteps(pipe.scheduler, config.num_inference_steps)
-        pipe.image_size(config.height, config.width, min(batch_size, num_images))
+        pipe.image_size(config.height, config.width, batch_size)
+
+    def make(
+        self, numbers: Sequence[int], on_step: Callable[[float], None] = lambda done: None
+    ) -> list[PIL.Image.Image]:
+        """Make images. After each step, call `on_step` with the fraction of the steps that are done."""
+
+        def advance(pipe, step, timestep, tensors):
+            on_step((step + 1) / pipe.num_timesteps)
+            return tensors
+
+        config, values = self.config, self.values
+        options = ("negative_prompt", "height", "width", "guidance_scale")
+        arguments = {name: getattr(config, name) for name in options if getattr(config, name) is not None}
+        arguments[self._condition] = [values[k % len(values)] for k in numbers] if values else len(numbers)
+        return self.pipe(
+            **arguments,
+            num_inference_steps=config.num_inference_steps,
+            generator=[generator_for(config.seed, k) for k in numbers],
+            callback_on_step_end=advance,
+        ).images
+
+
+class Sampling:
+    """
+    Makes images 0 to `num_images - 1` with a [`Sampler`], saves them in a folder, and adds a grid of them.
+
+    The constructor also rejects folders with other images.
+    """
+
+    def __init__(self, pipe: SamplingPipeline, config: SampleConfig, folder: Path, num_images: int, batch_size: int):
+        self.pipe = pipe
+        self.folder = folder
+        self.num_images = num_images
+        self.batch_size = batch_size
+        self._sampler = Sampler(pipe, config, min(batch_size, num_images))
         self._settings = {
             **asdict(config),
             "guidance_scale": _guidance_scale(pipe, config),
@@ -131,11 +164,19 @@ class Sampling:
             run_on_main_process(lambda: write_json(self.folder / SAMPLE_SETTINGS, self._settings))
             run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
             if team.is_main_process:
-                columns = len(self._values) if 1 < len(self._values) <= 16 else None
+                values = self._sampler.values
+                columns = len(values) if 1 < len(values) <= 16 else None
                 files = [image_file(self.folder, k) for k in range(min(self.num_images, GRID_IMAGES))]
                 first = [read_image(file, str(file)) for file in files]
-                save_image(grid(first, columns), self.folder / SAMPLE_GRID)
+                titles = self._titles(len(first)) if values else None
+                save_image(draw_grid(first, titles, columns), self.folder / SAMPLE_GRID)
         return len(missing)
+
+    def _titles(self, count: int) -> list[str]:
+        """Return the classes or prompts of the first images."""
+        is_class = isinstance(self.pipe, ScaleLongClassConditionalPipeline)
+        texts = [self.pipe.class_title(value) if is_class else value for value in self._sampler.values]
+        return [texts[k % len(texts)] for k in range(count)]
 
     def _make_share(self, share: list[int]):
         """Make the missing images of this process."""
@@ -150,27 +191,13 @@ class Sampling:
         with bar:
             for start in range(0, len(share), self.batch_size):
                 batch = share[start : start + self.batch_size]
-                for k, image in zip(batch, self._make_batch(batch, bar)):
+                before = bar.n
+
+                def advance(done: float, before=before, batch=batch):
+                    bar.update(before + len(batch) * done - bar.n)
+
+                for k, image in zip(batch, self._sampler.make(batch, advance)):
                     save_image(image, image_file(self.folder, k))
-
-    def _make_batch(self, batch: list[int], bar: tqdm) -> list[PIL.Image.Image]:
-        before = bar.n
-
-        def advance(pipe, step, timestep, tensors):
-            bar.update(before + len(batch) * (step + 1) / pipe.num_timesteps - bar.n)
-            return tensors
-
-        config = self.config
-        options = ("negative_prompt", "height", "width", "guidance_scale")
-        arguments = {name: getattr(config, name) for name in options if getattr(config, name) is not None}
-        values = self._values
-        arguments[self._condition] = [values[k % len(values)] for k in batch] if values else len(batch)
-        return self.pipe(
-            **arguments,
-            num_inference_steps=config.num_inference_steps,
-            generator=[generator_for(config.seed, k) for k in batch],
-            callback_on_step_end=advance,
-        ).images
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -242,7 +269,7 @@ def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None
     if not files:
         return None
     size = sum(file.stat().st_size for file in files)
-    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), timezone.utc)
+    newest = datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC)
     return f"{size:,} bytes of {newest.isoformat()}"
 
 
@@ -320,13 +347,3 @@ def is_complete(file: Path) -> bool:
 def save_image(image: PIL.Image.Image, file: Path):
     """Save a PNG atomically, without syncing it to disk: there may be many images, and they can be made again."""
     atomic_write(file, lambda partial: image.save(partial, format="PNG"), durable=False)
-
-
-def grid(images: list[PIL.Image.Image], columns: int | None) -> PIL.Image.Image:
-    """Paste images into a grid, which is about square if `columns` is None."""
-    columns = columns or math.ceil(math.sqrt(len(images)))
-    width, height = images[0].size
-    grid = PIL.Image.new(images[0].mode, (columns * width, math.ceil(len(images) / columns) * height))
-    for k, image in enumerate(images):
-        grid.paste(image, (k % columns * width, k // columns * height))
-    return grid

@@ -55,10 +55,9 @@ def chart(
         height = y(level)
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - right}" y1="{height:.1f}" y2="{height:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{level:g}</text>')
-    for k in range(5):
-        step = first + (last - first) * k / 4
-        anchor = "end" if k == 4 else "middle"
-        parts.append(f'<text x="{x(step):.1f}" y="{base + 20}" text-anchor="{anchor}">{step:.0f}</text>')
+    for step in sorted({round(first + (last - first) * k / 4) for k in range(5)}):
+        anchor = "end" if step == last else "middle"
+        parts.append(f'<text x="{x(step):.1f}" y="{base + 20}" text-anchor="{anchor}">{step}</text>')
     parts.append(f'<text x="0" y="{_TOP - 14}">{html.escape(name)}</text>')
     parts.append(
         f'<text x="{(_LEFT + WIDTH - right) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{html.escape(axis)}</text>'
@@ -138,18 +137,26 @@ def _drawing(panel: Panel, styles: dict[str, str]) -> str:
     )  # fmt: skip
 
 
-_DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
+_DIGITS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
+_STEPS = (5, 2, 1)
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """Return at least three round values between two positive numbers, or the two numbers if they are too close."""
+    """Return at least three round values between two positive numbers, or the number if they are equal."""
+    if low == high:
+        return [low]
     decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-    for digits in _DIGITS:
-        values = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
-        between = [value for value in values if low <= value <= high]
-        if len(between) >= 3:
-            return between
-    return [low, high]
+    choices = [[float(f"{digit}e{decade}") for decade in decades for digit in digits] for digits in _DIGITS]
+    # Values of one decade are evenly spaced.
+    exponent = math.floor(math.log10(high - low))
+    choices += [_multiples(digit, decade, low, high) for decade in (exponent, exponent - 1) for digit in _STEPS]
+    between = ([value for value in values if low <= value <= high] for values in choices)
+    return next(values for values in between if len(values) >= 3)
+
+
+def _multiples(digit: int, decade: int, low: float, high: float) -> list[float]:
+    step = float(f"{digit}e{decade}")
+    return [float(f"{digit * k}e{decade}") for k in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
 def even_values(low: float, high: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from json import JSONDecodeError
@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import _CACHED_NO_EXIST, constants, get_session, hf_hub_download, try_to_load_from_cache
 
 # HTTPError comes from the client's HTTP library and also covers a Hub that does not answer.
 from huggingface_hub.errors import (
@@ -79,6 +79,20 @@ def check_repo_id(name: str, repo_id: str):
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise UserError(f"{name} must be a Hub repository, whose ids look like user/name, got {repo_id!r}") from error
+
+
+def use_cache_if_offline(sources: Iterable[str]):
+    """
+    Switch to the Hub's offline mode if a source is on the Hub and the Hub cannot be reached.
+
+    Otherwise the Hub's client would retry for half a minute for each file before it uses its cache.
+    """
+    if constants.HF_HUB_OFFLINE or all(map(os.path.exists, sources)):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HTTPError:
+        constants.HF_HUB_OFFLINE = True
 
 
 @contextmanager

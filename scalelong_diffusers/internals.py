@@ -59,6 +59,18 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return model._compiled_call_impl is not None
 
 
+def are_plain_linear(*modules: torch.nn.Module) -> bool:
+    """Return whether the weights of all modules say what the modules do: not with a LoRA, a hook or quantization."""
+    return all(
+        type(module) is torch.nn.Linear
+        and type(module.weight) is torch.nn.Parameter
+        and not module._forward_pre_hooks
+        and not module._forward_hooks
+        and "forward" not in vars(module)
+        for module in modules
+    )
+
+
 def has_functorch_transform() -> bool:
     """Return whether a transform of torch.func, such as `grad` or `vmap`, is active."""
     return torch._C._are_functorch_transforms_active()

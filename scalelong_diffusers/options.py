@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
+import yaml
 
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.terminal import print_lines
@@ -52,6 +53,7 @@ class Option:
         at_least, above, at_most, below: bounds of a number. All numbers must be finite.
         choices: accepted values.
         metavar: placeholder in `--help`.
+        common: whether `--help` shows the flag. `--help-all` shows all flags.
         on_resume: `"same"`: a resumed run must have the same value unless `--allow_changed_settings` is given;
             `"free"`: the value may change; `"fixed"`: the value can never change, because the weights depend on it.
     """
@@ -64,6 +66,7 @@ class Option:
     below: float | None = None
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
+    common: bool = False
     on_resume: OnResume = "same"
 
     @property
@@ -261,29 +264,110 @@ class ArgumentParser(argparse.ArgumentParser):
     An argparse parser with one-line errors that suggest similar flags.
 
     Flags can be spelled with hyphens or underscores.
+
+    Args:
+        common: the flags of a long list that `--help` shows; `--help-all` shows all. Such a parser also takes
+            `--config FILE`.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, common: Collection[str] | None = None, **kwargs):
         # A description of several lines, such as the docstring of a script, keeps its lines.
         keeps_lines = "\n" in (kwargs.get("description") or "")
         formatter = argparse.RawDescriptionHelpFormatter if keeps_lines else argparse.HelpFormatter
-        super().__init__(*args, allow_abbrev=False, formatter_class=formatter, **kwargs)
+        super().__init__(*args, allow_abbrev=False, formatter_class=formatter, add_help=common is None, **kwargs)
+        self.common = common
+        if common is not None:
+            hidden = {"nargs": 0, "default": argparse.SUPPRESS}
+            self.add_argument("-h", "--help", action=_Help, **hidden, help="show the common flags and exit")
+            self.add_argument("--help-all", action=_Help, **hidden, help="show all flags and exit")
+            self.add_argument(
+                "--config", metavar="FILE", default=argparse.SUPPRESS,
+                help="YAML file with values by flag, such as 'learning_rate: 1e-4'; flags override it",
+            )  # fmt: skip
 
     def parse_known_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else args
-        arguments, unknown = super().parse_known_args([_with_underscores(word) for word in words], namespace)
+        words = [_with_underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        if self.common is not None:
+            words = [*self._configured_words(words), *words]
+        arguments, unknown = super().parse_known_args(words, namespace)
+        vars(arguments).pop("config", None)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             flag = unknown[0].split("=")[0]  # without its value, which may be a secret
             self.error(f"unknown argument {flag!r}{did_you_mean(flag, flags)}")
         return arguments, unknown
 
+    def _configured_words(self, words: list[str]) -> list[str]:
+        """Return the content of the `--config` file as flags. The command line comes after it and overrides it."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", nargs="?")  # without a value, the main parser reports it
+        file = finder.parse_known_args(words)[0].config
+        try:
+            return [] if file is None else _words_of_file(file, self._option_string_actions)
+        except UserError as error:
+            self.error(str(error))
+
     def error(self, message: str) -> NoReturn:
         print_lines(f"{self.prog}: {message} ({self.prog} --help lists what is accepted)", file=sys.stderr)
         sys.exit(2)
 
 
+_ALWAYS_SHOWN = ("help", "help_all", "config")
+
+
+class _Help(argparse.Action):
+    """Show the common flags, or all of them."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for action in parser._actions:
+            if self.dest == "help" and action.dest not in (*_ALWAYS_SHOWN, *parser.common):
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
+
+def _words_of_file(file: str, actions: Mapping[str, argparse.Action]) -> list[str]:
+    """Return the entries of a YAML file as flags."""
+    if not os.path.isfile(file):
+        raise UserError(f"--config {file} is not a file")
+    try:
+        with open(file, encoding="utf-8") as opened:
+            entries = yaml.load(opened, _TextLoader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"--config {file} cannot be read: {error}") from error
+    if not isinstance(entries, dict):
+        raise UserError(f"--config {file} must have lines such as 'learning_rate: 1e-4'")
+    by_name = {action.dest: action for action in actions.values() if action.dest not in _ALWAYS_SHOWN}
+    words = []
+    for name, value in entries.items():
+        if name not in by_name:
+            raise UserError(f"--config {file}: unknown setting {name!r}{did_you_mean(name, by_name)}")
+        words += _words_of_entry(file, name, value, by_name[name])
+    return words
+
+
+def _words_of_entry(file: str, name: str, value: Any, action: argparse.Action) -> list[str]:
+    """Return the flag and the values of an entry. An entry without a value sets nothing."""
+    if value in ("", "null"):
+        return []
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if value not in ("true", "false"):
+            raise UserError(f"--config {file}: {name} must be true or false, got {value!r}")
+        return [f"--{name}" if value == "true" else f"--no-{name}"]
+    values = value if isinstance(value, list) and action.nargs == "+" else [value]
+    if not values or not all(isinstance(entry, str) for entry in values):
+        accepted = "a text or a list of texts" if action.nargs == "+" else "one value"
+        raise UserError(f"--config {file}: {name} must be {accepted}, got {value!r}")
+    return [f"--{name}", *values] if action.nargs == "+" else [f"--{name}={value}"]
+
+
+class _TextLoader(yaml.BaseLoader):
+    """A loader that leaves each value a text, as on the command line. YAML itself would take `1e-4` for a text."""
+
+
 def _with_underscores(word: str) -> str:
+    if word in ("--help-all", "--help_all"):
+        return "--help-all"
     if not word.startswith("--"):
         return word
     flag, equals, value = word[2:].partition("=")

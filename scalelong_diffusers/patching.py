@@ -31,10 +31,11 @@ Pipeline = DiffusionPipeline | ModularPipeline
 ModelOrPipeline = TypeVar("ModelOrPipeline", nn.Module, DiffusionPipeline, ModularPipeline)
 
 
+@check_arguments
 def apply_skip_scaling(
     model_or_pipeline: ModelOrPipeline,
     config: SkipScalingConfig | Mapping[str, Any] | str,
-    preserve_output: bool = False,
+    preserve_output: Annotated[bool, Option()] = False,
 ) -> ModelOrPipeline:
     """
     Scale the long skips of a diffusers model, or of the models in a pipeline, in place. Return the argument.

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from torch.distributed.tensor import DTensor
 
 from scalelong_diffusers.errors import UserError
 
@@ -65,3 +66,12 @@ def run_on_main_process(function: Callable[[], Result]) -> Result:
     result = [run_on_all_processes(lambda: function() if is_main else None)]
     broadcast_object_list(result)
     return result[0]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    Return the whole of a tensor that may be sharded, without waiting for its device.
+
+    All processes must call this.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

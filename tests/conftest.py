@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +413,25 @@ CASES = [
 ]
 CASES_BY_NAME = {case.name: case for case in CASES}
 
+# One model for each way to pass skips, with as few layers as possible, since compilers take long for each layer.
+FEW_LAYERS = {
+    "ddpm": _unet(("DownBlock2D",), ("UpBlock2D",), channels=(16,), mid_block_type=None),
+    "sd": _unet(("DownBlock2D",), ("UpBlock2D",), channels=(16,), mid_block_type=None, **_COND),
+    "stable-cascade": {
+        "block_out_channels": (16, 32),
+        "num_attention_heads": (2, 2),
+        "down_num_layers_per_block": (1, 1),
+        "up_num_layers_per_block": (1, 1),
+        "down_blocks_repeat_mappers": (1, 1),
+        "up_blocks_repeat_mappers": (1, 1),
+        "block_types_per_layer": (("SDCascadeResBlock",),) * 2,
+        "dropout": (0.0, 0.0),
+        "switch_level": (False,),
+    },
+    "hunyuan-dit": {"num_layers": 4},
+    "unidiffuser": {"num_layers": 2},
+}
+
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request) -> Case:
@@ -422,6 +441,14 @@ def case(request) -> Case:
 @pytest.fixture
 def cases() -> dict[str, Case]:
     return CASES_BY_NAME
+
+
+@pytest.fixture
+def few_layers() -> dict[str, Case]:
+    return {
+        name: replace(CASES_BY_NAME[name], config={**CASES_BY_NAME[name].config, **config})
+        for name, config in FEW_LAYERS.items()
+    }
 
 
 @pytest.fixture
@@ -861,7 +888,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Return a function that opens a page and records its requests and errors."""
+    """Return a function that opens a file or an address, and records the requests and errors of the page."""
     contexts = []
 
     def run(file, width=1200, **options):
@@ -871,7 +898,7 @@ def open_page(browser):
         page.on("request", lambda request: page.requested.append(request.url))
         page.on("console", lambda message: page.errors.append(message.text))
         page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.goto(file.as_uri())
+        page.goto(file if isinstance(file, str) else file.as_uri())
         return page
 
     yield run

@@ -1,5 +1,7 @@
 """Charts as SVG."""
 
+import re
+
 import pytest
 
 from scalelong_diffusers.charts import chart, even_values, round_values
@@ -8,10 +10,12 @@ from scalelong_diffusers.charts import chart, even_values, round_values
 @pytest.mark.parametrize(
     ("low", "high", "values"),
     [
-        (0.0717, 0.118, [0.08, 0.09, 0.1]),
+        (0.0717, 0.118, [0.08, 0.09, 0.1, 0.11]),
         (0.013, 0.6, [0.02, 0.05, 0.1, 0.2, 0.5]),
         (0.9, 1200, [1, 10, 100, 1000]),
-        (0.0721, 0.0722, [0.0721, 0.0722]),
+        (4.83329, 6.6382, [5, 5.5, 6, 6.5]),
+        (0.0721, 0.0722, [0.0721, 0.07215, 0.0722]),
+        (3, 3, [3]),
     ],
 )
 def test_chart_lines_have_round_values(low, high, values):
@@ -38,3 +42,12 @@ def test_a_linear_axis_places_values_in_proportion():
     first, second, third = (float(point.split(",")[1]) for point in points)
     assert first - second == pytest.approx(second - third)
     assert ">2</text>" in content
+
+
+def test_labels_of_the_axis_are_where_they_belong():
+    """Six skips have four gaps of 1.25 between the labels, which move to integers."""
+    drawing = chart({"a": [(i, 1.0 + i) for i in range(1, 7)]}, "size", first=1)
+    labels = re.findall(r'<text x="([\d.]+)" y="284" [^>]*>(\d+)<', drawing)
+    points = re.findall(r"([\d.]+),[\d.]+", re.search(r'points="([^"]*)"', drawing).group(1))
+    assert [int(step) for _, step in labels] == [1, 2, 4, 5, 6]
+    assert all(place == points[int(step) - 1] for place, step in labels)

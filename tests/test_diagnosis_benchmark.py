@@ -52,7 +52,7 @@ def test_counts_what_happened(diagnosis, history, tmp_path):
 @pytest.mark.slow
 def test_trains_and_diagnoses_a_run(diagnosis, history, tmp_path, monkeypatch):
     monkeypatch.setattr(diagnosis, "WARM_UP", 2)
-    monkeypatch.setattr(diagnosis, "NUM_IMAGES", 2)
+    monkeypatch.setattr(diagnosis, "NUM_IMAGES", 8)
     results = diagnosis.ResultFile(tmp_path / "diagnosis.jsonl", diagnosis.Run)
     (run,) = diagnosis.known_runs(history, ["class-conditional shapes"])[:1]
     monkeypatch.setattr(diagnosis, "data_source", lambda data, folder: {})

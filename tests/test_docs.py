@@ -3,17 +3,22 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from doc_blocks import runnable_blocks
+
+import scalelong_diffusers
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- runnable( with the Hub)? -->\n```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
-BLOCKS = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
-HUB_BLOCKS = [(page, code, printed) for page, hub, code, printed in BLOCKS if hub]
-LOCAL_BLOCKS = [(page, code, printed) for page, hub, code, printed in BLOCKS if not hub]
+FOLDERS = ("docs", "integrations/comfyui", "notebooks")
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
+BLOCKS = [block for page in PAGES for block in runnable_blocks(page)]
+HUB_BLOCKS = [(page, code, printed) for page, needs_hub, code, printed in BLOCKS if needs_hub]
+LOCAL_BLOCKS = [(page, code, printed) for page, needs_hub, code, printed in BLOCKS if not needs_hub]
 
 # Runs all blocks in one process, each in its own folder and namespace.
 RUNNER = """
@@ -55,6 +60,27 @@ def test_readme_and_docs_have_runnable_code():
     assert any(page == "README.md" and printed for page, _, printed in LOCAL_BLOCKS)
     assert len(LOCAL_BLOCKS) >= 6
     assert HUB_BLOCKS
+
+
+def test_public_names_have_a_docstring_and_an_example_that_runs():
+    examples = "\n".join(block.code for block in BLOCKS)
+    reference = (ROOT / "docs" / "api.md").read_text()
+    for name in set(scalelong_diffusers.__all__) - {"__version__"}:
+        documented = getattr(scalelong_diffusers, name)
+        assert (documented.__doc__ or "").strip(), name
+        assert re.search(rf"\b{name}\b", examples), f"{name} is in no example that runs"
+        assert f".{name}\n" in reference, f"{name} is missing in docs/api.md"
+
+
+@pytest.mark.slow
+def test_documentation_site_builds_without_warnings(project_root, tmp_path):
+    pytest.importorskip("mkdocs", reason="make docs-check installs it")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    done = subprocess.run(build, cwd=project_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The README is the home page, and the browser draws formulas without a script.
+    assert 'href="training.html"' in (tmp_path / "index.html").read_text()
+    assert "<math" in (tmp_path / "how_it_works.html").read_text()
 
 
 def test_all_code_blocks_parse():

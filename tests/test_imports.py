@@ -27,6 +27,7 @@ LAYERS = [
     {"training"},
     {"experiments"},
     {"paper"},
+    {"app"},
     {"train", "cli"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

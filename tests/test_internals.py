@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from torch.utils.checkpoint import checkpoint
 from transformers.dynamic_module_utils import resolve_trust_remote_code
@@ -39,6 +40,21 @@ def test_is_compiled():
     assert not internals.is_compiled(model)
     model.compile()
     assert internals.is_compiled(model)
+
+
+def test_are_plain_linear():
+    linear, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    assert internals.are_plain_linear(linear, other)
+    assert not internals.are_plain_linear(linear, torch.nn.Identity())
+    handle = other.register_forward_hook(lambda *_: None)
+    assert not internals.are_plain_linear(linear, other)
+    handle.remove()
+    handle = other.register_forward_pre_hook(lambda *_: None)
+    assert not internals.are_plain_linear(linear, other)
+    handle.remove()
+    assert internals.are_plain_linear(linear, other)
+    add_hook_to_module(other, ModelHook())
+    assert not internals.are_plain_linear(linear, other)
 
 
 def test_code_questions_refused(monkeypatch):

@@ -1,13 +1,16 @@
 """The wheel is complete, and importing the package is cheap."""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from doc_blocks import runnable_blocks
 
 import scalelong_diffusers
 
@@ -77,6 +80,31 @@ for name in scalelong_diffusers.__all__:
     getattr(scalelong_diffusers, name)
 """
     in_fresh_process(code, tmp_path / "site")
+
+
+@pytest.mark.slow
+def test_installed_wheel_runs_the_code_of_the_readme(wheel, project_root, tmp_path):
+    """In a new environment, which shares the dependencies but not the checkout."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet"]
+    subprocess.run([*pip, "install", "--no-deps", "--ignore-installed", wheel], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = run(python, "-c", "import scalelong_diffusers; print(scalelong_diffusers.__file__)")
+    assert where.startswith(str(tmp_path))
+    for block in runnable_blocks(project_root / "README.md"):
+        assert run(python, "-c", block.code) == block.printed
+    scalelong = python.with_name("scalelong")
+    assert run(scalelong, "--version") == f"scalelong-diffusers {scalelong_diffusers.__version__}\n"
+    assert "residual start" in run(scalelong, "demo", "--help")
 
 
 @pytest.mark.slow

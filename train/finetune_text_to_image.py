@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.training import (
     Batch,
     MonitoringConfig,
@@ -46,13 +47,16 @@ class FineTuningConfig(RunConfig):
     )
     monitoring: MonitoringConfig = field(default_factory=lambda: MonitoringConfig(num_samples=4))
 
-    pretrained_model_name_or_path: str = option(MISSING, "folder or Hub id of the pipeline", metavar="PATH")
+    pretrained_model_name_or_path: str = option(
+        MISSING, "folder or Hub id of the pipeline", metavar="PATH", common=True
+    )
     lora_rank: int | None = option(
         None,
         "train a LoRA of this rank and the gates instead of the whole U-Net",
         at_least=1,
         at_most=8192,
         on_resume="fixed",
+        common=True,
     )
     lora_alpha: float | None = option(
         None,
@@ -66,13 +70,21 @@ class FineTuningConfig(RunConfig):
     proportion_empty_prompts: float = option(0.0, "probability of dropping a caption", at_least=0, below=1)
     use_8bit_adam: bool = option(False, "use the 8-bit AdamW of bitsandbytes")
     validation_prompts: tuple[str, ...] | None = option(
-        None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"
+        None,
+        "prompts of sample grids (default: held-out captions)",
+        metavar="TEXT",
+        on_resume="free",
+        common=True,
     )
     guidance_scale: float = option(7.5, "guidance of sample grids; 1 turns it off", at_least=0, at_most=1000)
 
     def __post_init__(self):
         super().__post_init__()
         self.data.check_is_given()
+        if self.lora_rank is not None and self.optimization.ema_snapshot_steps is not None:
+            raise UserError(
+                "--ema_snapshot_steps needs a whole U-Net, and --lora_rank trains an adapter: pass one of them"
+            )
 
     @classmethod
     def implied_options(cls, values: Mapping) -> Mapping:
@@ -114,7 +126,7 @@ def train(config: FineTuningConfig):
             run.validate(losses_of)
         if run.is_due(config.monitoring.sample_steps):
             prompts = grid_prompts(config.validation_prompts, run.data, config.monitoring.num_samples)
-            run.save_samples(partial(samples, prompts=prompts), len(prompts))
+            run.save_samples(partial(samples, prompts=prompts), prompts)
         if run.is_due(config.monitoring.eval_steps):
             run.evaluate(partial(samples, prompts=held_out_captions(run.data)))
 

@@ -41,7 +41,6 @@ def train(config: ClassConditionalConfig):
     null_class = data.num_classes if config.class_dropout else None
     unet = run.build_model(num_class_embeds=data.num_classes + (null_class is not None))
     noising = run.noise_process()
-    run.start({"unet": unet})
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
         clean = run.encode_images(batch)
@@ -71,12 +70,13 @@ def train(config: ClassConditionalConfig):
             generator=run.generators(numbers),
         ).images
 
+    run.start({"unet": unet}, pipeline=pipeline)
     for batch in run:
         run.step(losses_of(run.models, batch))
         if run.is_due(config.monitoring.validation_steps):
             run.validate(losses_of)
         if run.is_due(config.monitoring.sample_steps):
-            run.save_samples(samples)
+            run.save_samples(samples, data.class_titles(config.monitoring.num_samples))
         if run.is_due(config.monitoring.eval_steps):
             run.evaluate(samples)
 

@@ -30,7 +30,10 @@ class TextToImageConfig(TrainingConfig):
     task = "text-to-image"
 
     pretrained_text_encoder_name_or_path: str | None = option(
-        None, "a CLIP text encoder, or a pipeline that has one", metavar="PATH"
+        None,
+        "a CLIP text encoder, or a pipeline that has one",
+        metavar="PATH",
+        common=True,
     )
     train_text_encoder: bool = option(
         False, "also train the text encoder; a small one built from the captions is always trained", on_resume="fixed"
@@ -39,7 +42,11 @@ class TextToImageConfig(TrainingConfig):
         0.1, "probability of replacing a caption with the empty text, for guidance", at_least=0, below=1
     )
     validation_prompts: tuple[str, ...] | None = option(
-        None, "prompts of sample grids (default: held-out captions)", metavar="TEXT", on_resume="free"
+        None,
+        "prompts of sample grids (default: held-out captions)",
+        metavar="TEXT",
+        on_resume="free",
+        common=True,
     )
     guidance_scale: float = option(4.0, "guidance of sample grids; 1 turns it off", at_least=0, at_most=1000)
 
@@ -52,7 +59,6 @@ def train(config: TextToImageConfig):
     unet = run.build_model(text=text.model_config)
     text_encoder, tokenizer = text.prepare(unet)
     noising = run.noise_process()
-    run.start({"unet": unet} | ({"text_encoder": text_encoder} if text.is_trained else {}))
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
         clean = run.encode_images(batch)
@@ -81,13 +87,15 @@ def train(config: TextToImageConfig):
             generator=run.generators(numbers),
         ).images
 
+    trained = {"unet": unet} | ({"text_encoder": text_encoder} if text.is_trained else {})
+    run.start(trained, pipeline=pipeline)
     for batch in run:
         run.step(losses_of(run.models, batch))
         if run.is_due(config.monitoring.validation_steps):
             run.validate(losses_of)
         if run.is_due(config.monitoring.sample_steps):
             prompts = grid_prompts(config.validation_prompts, data, config.monitoring.num_samples)
-            run.save_samples(partial(samples, prompts=prompts), len(prompts))
+            run.save_samples(partial(samples, prompts=prompts), prompts)
         if run.is_due(config.monitoring.eval_steps):
             run.evaluate(partial(samples, prompts=held_out_captions(data)))
 

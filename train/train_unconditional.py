@@ -25,7 +25,6 @@ def train(config: TrainingConfig):
     run.load_data()
     unet = run.build_model()
     noising = run.noise_process()
-    run.start({"unet": unet})
 
     def losses_of(models: Mapping[str, nn.Module], batch: Batch) -> torch.Tensor:
         clean = run.encode_images(batch)
@@ -46,6 +45,7 @@ def train(config: TrainingConfig):
         steps = config.monitoring.num_inference_steps
         return pipeline()(len(numbers), num_inference_steps=steps, generator=run.generators(numbers)).images
 
+    run.start({"unet": unet}, pipeline=pipeline)
     for batch in run:
         run.step(losses_of(run.models, batch))
         if run.is_due(config.monitoring.validation_steps):

@@ -1,15 +1,25 @@
 """The command `scalelong`. A user's error prints one line to stderr and exits with code 2."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from huggingface_hub import constants, get_session
-from huggingface_hub.errors import HTTPError
-
 from scalelong_diffusers import __version__
-from scalelong_diffusers.cli import convert, diagnose, evaluate, inspect, kappa, paper, presets, probe, sample
+from scalelong_diffusers.cli import (
+    app,
+    convert,
+    demo,
+    diagnose,
+    ema,
+    evaluate,
+    inspect,
+    kappa,
+    paper,
+    presets,
+    probe,
+    sample,
+)
+from scalelong_diffusers.download import use_cache_if_offline
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.evaluation.images import SHAPES
 from scalelong_diffusers.evaluation.metrics import INCEPTION
@@ -21,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        _use_cache_if_offline(arguments)
+        sources = {vars(arguments).get(name) for name in ("model", "reference", "features")}
+        use_cache_if_offline(sources - {None, SHAPES, INCEPTION})
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code
@@ -41,24 +52,9 @@ def _parse(argv: Sequence[str]):
     parser = ArgumentParser(prog="scalelong", description="Scale the long skip connections of diffusion U-Nets.")
     parser.add_argument("--version", action="version", version=f"scalelong-diffusers {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=ArgumentParser)
-    for module in (presets, inspect, kappa, convert, sample, evaluate, diagnose, probe, paper):
+    for module in (presets, inspect, kappa, convert, sample, evaluate, ema, diagnose, probe, paper, demo, app):
         module.add_command(commands)
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         suggestion = did_you_mean(argv[0], commands.choices)
         parser.error(f"unknown command {argv[0]!r}{suggestion}; accepted: {', '.join(commands.choices)}")
     return parser.parse_args(argv)
-
-
-def _use_cache_if_offline(arguments: argparse.Namespace):
-    """
-    Switch to the Hub's offline mode if a command reads from the Hub and the Hub cannot be reached.
-
-    Otherwise the Hub's client would retry for half a minute for each file before it uses its cache.
-    """
-    sources = {vars(arguments).get(name) for name in ("model", "reference", "features")} - {None, SHAPES, INCEPTION}
-    if constants.HF_HUB_OFFLINE or all(map(os.path.exists, sources)):
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except HTTPError:
-        constants.HF_HUB_OFFLINE = True

@@ -2,21 +2,27 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scalelong_diffusers.data import DataConfig
+from scalelong_diffusers.diagnosis.diagnose import diagnose
+from scalelong_diffusers.diagnosis.figures import Diagnosis
 from scalelong_diffusers.diagnosis.page import build_page
-from scalelong_diffusers.diagnosis.report import diagnose, report_lines
+from scalelong_diffusers.diagnosis.report import report_lines
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.files import atomic_write, write_json
+from scalelong_diffusers.files import atomic_write, remove_leftovers, write_json
+from scalelong_diffusers.locks import locked
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.noise import NoiseConfig
 from scalelong_diffusers.options import add_options, build_config, check_options, option, options_of
 from scalelong_diffusers.patching import apply_skip_scaling
 from scalelong_diffusers.pipelines.sampling import choose_device
+from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.terminal import print_lines
 
@@ -55,7 +61,7 @@ class DiagnoseConfig(MeasuringConfig):
 
     num_images: int | None = option(
         None, f"number of images (default: {_MANY_IMAGES}, or {_FEW_IMAGES} for models with more than 400 million "
-        "weights)", at_least=2, at_most=100_000, metavar="N",
+        "weights)", at_least=_FEW_IMAGES, at_most=100_000, metavar="N",
     )  # fmt: skip
     batch_size: int | None = option(
         None, "images per batch, which changes memory and time but no figure (default: 8, or 1 for large models)",
@@ -93,10 +99,24 @@ def add_measuring_options(parser: argparse.ArgumentParser, config_class: type[Me
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from scalelong_diffusers.cli.subject import Inputs, load_subject  # imports the training code, which is slow
-
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(DiagnoseConfig, given)
+    with results_folder(config.output_dir) as folder:
+        diagnosis, data = measure(config, given)
+        content = {"source": config.model, "data_source": data, **diagnosis.to_dict()}
+        if folder is not None:
+            write_results(folder, RESULT_FILE, content, build_page(diagnosis, config.model, data))
+    if arguments.json:
+        print_lines(json.dumps(content))
+    else:
+        print_lines(f"{config.model}; {data}", *report_lines(diagnosis))
+    return 0
+
+
+def measure(config: DiagnoseConfig, given: Mapping[str, Any]) -> tuple[Diagnosis, str]:
+    """Return the diagnosis, and a description of the data. `given` are the flags."""
+    from scalelong_diffusers.cli.subject import Inputs, load_subject  # imports the training code, which is slow
+
     scaling = SkipScalingConfig.from_flags(given)
     device = choose_device(config.device)
     subject = load_subject(config.model, given, config.seed)
@@ -107,23 +127,27 @@ def run(arguments: argparse.Namespace) -> int:
     is_large = subject.model.num_parameters() > _LARGE
     count = config.num_images or (_FEW_IMAGES if is_large else _MANY_IMAGES)
     batches = list(inputs.batches(count, config.batch_size or (1 if is_large else _BATCH_SIZE), device))
-    diagnosis = diagnose(subject.model, batches, subject.noising)
-    content = {"source": config.model, "data_source": inputs.description, **diagnosis.to_dict()}
-    if config.output_dir is not None:
-        write_results(config.output_dir, RESULT_FILE, content, build_page(diagnosis, config.model, inputs.description))
-    if arguments.json:
-        print_lines(json.dumps(content))
-    else:
-        print_lines(f"{config.model}; {inputs.description}", *report_lines(diagnosis))
-    return 0
+    return diagnose(subject.model, batches, subject.noising, subject.is_trained), inputs.description
 
 
-def write_results(output_dir: str, file: str, content: Mapping[str, Any], page: str):
-    """Write the figures and the page."""
-    folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir must be a folder that can be written, got {folder}: {error.strerror}") from error
-    write_json(folder / file, content)
-    atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))
+@contextmanager
+def results_folder(output_dir: str | None) -> Iterator[Path | None]:
+    """Lock the folder for the results from the start, so that it is refused before the measurement if it must be."""
+    if output_dir is None:
+        yield None
+        return
+    if os.path.isfile(output_dir):
+        raise UserError(f"--output_dir must be a folder, got the file {output_dir}")
+    with locked(Path(output_dir)):
+        yield Path(output_dir)
+
+
+def write_results(folder: Path, file: str, content: Mapping[str, Any], page: str):
+    """Let the main process write the figures and the page."""
+
+    def write():
+        remove_leftovers(folder)
+        write_json(folder / file, content)
+        atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))
+
+    run_on_main_process(write)

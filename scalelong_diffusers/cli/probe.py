@@ -2,14 +2,16 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
-from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, write_results
-from scalelong_diffusers.diagnosis.probe import BAR, TIMES, probe
+from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, results_folder, write_results
+from scalelong_diffusers.diagnosis.probe import BAR, TIMES, ProbeResult, probe
 from scalelong_diffusers.diagnosis.probe_page import build_probe_page
-from scalelong_diffusers.diagnosis.report import table
+from scalelong_diffusers.diagnosis.report import aligned
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import skip_layout
 from scalelong_diffusers.options import build_config, option
@@ -59,10 +61,25 @@ def add_command(commands: argparse._SubParsersAction):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from scalelong_diffusers.cli.subject import ProbeInputs, load_subject  # imports the training code, which is slow
-
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(ProbeConfig, given)
+    with results_folder(config.output_dir) as folder:
+        result, data = measure(config, given)
+        content = {"source": config.model, "data_source": data, **result.to_dict()}
+        if folder is not None:
+            write_results(folder, RESULT_FILE, content, build_probe_page(result, config.model, data))
+    if arguments.json:
+        print_lines(json.dumps(content))
+    else:
+        lines = [result.model, result.size, *aligned(result.rows()), result.summary]
+        print_lines(f"{config.model}; {data}", *lines)
+    return 0
+
+
+def measure(config: ProbeConfig, given: Mapping[str, Any]) -> tuple[ProbeResult, str]:
+    """Return the result, and a description of the data. `given` are the flags."""
+    from scalelong_diffusers.cli.subject import ProbeInputs, load_subject  # imports the training code, which is slow
+
     subject = load_subject(config.model, given, config.seed)
     inputs = ProbeInputs(subject, config.model, given, config.seed, config.num_test_images)
     train, test = inputs.data.train, inputs.data.validation
@@ -82,13 +99,4 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update,
             show_progress=True,
         )
-    content = {"source": config.model, "data_source": inputs.description, **result.to_dict()}
-    if config.output_dir is not None:
-        page = build_probe_page(result, config.model, inputs.description)
-        write_results(config.output_dir, RESULT_FILE, content, page)
-    if arguments.json:
-        print_lines(json.dumps(content))
-    else:
-        lines = [result.model, result.size, *table(result.rows()), result.summary]
-        print_lines(f"{config.model}; {inputs.description}", *lines)
-    return 0
+    return result, inputs.description

@@ -1,6 +1,7 @@
 """`scalelong sample` makes images with a pipeline."""
 
 import argparse
+import dataclasses
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from scalelong_diffusers.options import add_options, build_config, check_options, option
 from scalelong_diffusers.pipelines.loading import load_pipeline
-from scalelong_diffusers.pipelines.sampling import MAX_IMAGES, SampleConfig, Sampling, choose_device
+from scalelong_diffusers.pipelines.sampling import MAX_IMAGES, SAMPLE_GRID, SampleConfig, Sampling, choose_device
 from scalelong_diffusers.terminal import print_lines
 
 
@@ -55,7 +56,7 @@ def add_command(commands: argparse._SubParsersAction):
             "called again for more images, the command makes only the missing ones."
         ),
     )
-    parser.add_argument("model", help="a pipeline: a local folder or an id on the Hub")
+    parser.add_argument("model", help="a pipeline (a folder or a Hub id), or a training run or checkpoint")
     group = AliasedGroup(parser, "images")
     add_options(group, SampleOutputConfig)
     add_options(group, SampleConfig)
@@ -63,10 +64,18 @@ def add_command(commands: argparse._SubParsersAction):
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from scalelong_diffusers.training.unfinished import find_checkpoint, load_checkpoint  # slow
+
     config, output = (build_config(config, vars(arguments)) for config in (SampleConfig, SampleOutputConfig))
-    pipe = load_pipeline(config.model, revision=config.revision, dtype=getattr(torch, config.dtype))
+    dtype = getattr(torch, config.dtype)
+    if checkpoint := find_checkpoint(config.model):
+        print_lines(f"{config.model} is not finished: sampling {checkpoint.name}")
+        config = dataclasses.replace(config, model=str(checkpoint))
+        pipe = load_checkpoint(checkpoint, dtype=dtype)
+    else:
+        pipe = load_pipeline(config.model, revision=config.revision, dtype=dtype)
     pipe.to(choose_device(output.device))
     folder, n = Path(output.output_dir), output.num_images
     made = Sampling(pipe, config, folder, n, output.batch_size).make()
-    print_lines(f"{folder}: {n} images, {made} of them new, and a grid")
+    print_lines(f"{folder}: {n} images, {made} of them new, and a grid: {folder / SAMPLE_GRID}")
     return 0

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
-from torch import nn
+from diffusers import DiffusionPipeline, ModelMixin, StableDiffusionXLPipeline
 
 from scalelong_diffusers.cli.diagnose import DATA_OPTIONS
 from scalelong_diffusers.cli.inspect import model_skeleton
@@ -18,41 +17,61 @@ from scalelong_diffusers.data import Batch, DataConfig, TrainingData, load_train
 from scalelong_diffusers.diagnosis.measure import Samples, spread_positions
 from scalelong_diffusers.diagnosis.probe import LabeledImages
 from scalelong_diffusers.download import build_skeleton, load_model, read_json
-from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import scaled_class_by_name
 from scalelong_diffusers.noise import NoiseConfig, NoiseProcess, noise_process, trained_process
 from scalelong_diffusers.options import build_config, options_of
-from scalelong_diffusers.pipelines.compatibility import check_size, required_conditions, size_multiple, vae_factor
-from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline
+from scalelong_diffusers.pipelines.compatibility import (
+    Autoencoder,
+    Denoiser,
+    check_size,
+    required_conditions,
+    size_multiple,
+    vae_factor,
+)
+from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline, pipeline_index
 from scalelong_diffusers.pipelines.text_encoding import CaptionEncoder, text_embedding_width
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.presets import PRESETS, get_preset
 from scalelong_diffusers.randomness import normal, seed_for, uniform
 from scalelong_diffusers.training.latents import encode_images
 from scalelong_diffusers.training.settings import SETTINGS_FILE
+from scalelong_diffusers.training.stable_diffusion import (
+    NUM_TIME_IDS,
+    added_conditions,
+    encode_tokens,
+    load_stable_diffusion,
+    tokenize_prompts,
+)
 
 
 _SOURCES = {"dataset_name", "train_data_dir"}
-_TEXT_TOKENS = 77  # of Stable Diffusion
+# Of Stable Diffusion, for a U-Net without its pipeline.
+_TEXT_TOKENS, _VAE_FACTOR = 77, 8
 
 
 @dataclass
 class Subject:
-    """A model with its noise process and, for a pipeline, the modules that make its inputs."""
+    """A model with its noise process, the settings of its training run, and the pipeline that it belongs to."""
 
     model: ModelMixin
     noising: NoiseProcess
     settings: Mapping[str, Any]
-    vae: nn.Module | None = None
-    latent_scale: float | None = None
-    captions: CaptionEncoder | None = None
+    is_trained: bool = True
+    pipe: DiffusionPipeline | None = None
+
+    @property
+    def vae(self) -> Autoencoder | None:
+        return None if self.pipe is None else self.pipe.vae
+
+    @property
+    def latent_scale(self) -> float | None:
+        return None if self.pipe is None else self.pipe.config.get("latent_scale")
 
     def to(self, device: torch.device):
-        for module in (self.model, self.vae, self.captions and self.captions.text_encoder):
-            if module is not None:
-                module.to(device)
+        (self.model if self.pipe is None else self.pipe).to(device)
 
 
 def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
@@ -61,29 +80,46 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
 
     `given` are the flags. They override the settings of a training run.
     """
+    _check_source(source)
     settings: Mapping[str, Any] = {}
     if source in PRESETS and not os.path.exists(source):
         preset = get_preset(source)
         model, settings = _untrained(preset.model_class, preset.config, source, seed), preset.training
-    elif os.path.isfile(source) and source.endswith(".json"):
-        model = _untrained_from(read_json_file(Path(source)), source, seed)
+        is_trained = False
+    elif os.path.isfile(source):
+        model, is_trained = _untrained_from(read_json_file(Path(source)), source, seed), False
     else:
         folder = _model_folder(source)
         settings = _run_settings(source)
         if read_json(folder, INDEX) is not None:
-            return _from_pipeline(load_pipeline(folder), settings, given)
-        model = _load_model(folder, seed)
-    return Subject(model, _noise_process({**settings, **given}), settings)
+            return _from_pipeline(_load_pipeline(folder), settings, given)
+        model, is_trained = _load_model(folder, seed)
+    return Subject(model, _noise_process({**settings, **given}), settings, is_trained)
+
+
+def _check_source(source: str):
+    """Reject files that cannot be loaded, and misspelled presets."""
+    if os.path.isfile(source) and not source.endswith(".json"):
+        raise UserError(
+            f"{source} must be a config.json or a folder, got another file; convert a single-file checkpoint with "
+            "StableDiffusionPipeline.from_single_file and save_pretrained"
+        )
+    could_be_known = source in PRESETS or "/" in source or os.path.exists(source)  # ids on the Hub have a slash
+    if not could_be_known and (advice := did_you_mean(source, PRESETS)):
+        raise UserError(f"{source} is neither a local folder nor a preset{advice}")
+
+
+def _load_pipeline(folder: str) -> DiffusionPipeline:
+    """Load a pipeline as one of ours. They have one text encoder, so SDXL is loaded as for fine-tuning."""
+    is_xl = pipeline_index(folder, {})["_class_name"] == StableDiffusionXLPipeline.__name__
+    return load_stable_diffusion(folder) if is_xl else load_pipeline(folder)
 
 
 def _from_pipeline(pipe: DiffusionPipeline, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Subject:
     flags = {flag for flag, _, _ in options_of(NoiseConfig)}
     is_set = flags & {**settings, **given}.keys()
     noising = _noise_process({**settings, **given}) if is_set else trained_process(pipe)
-    captions = None
-    if isinstance(pipe, ScaleLongTextToImagePipeline) and pipe.text_encoder is not None:
-        captions = CaptionEncoder(pipe.text_encoder, pipe.tokenizer, pipe.unet)
-    return Subject(pipe.unet, noising, settings, pipe.vae, pipe.config.latent_scale, captions)
+    return Subject(pipe.unet, noising, settings, pipe=pipe)
 
 
 def _noise_process(values: Mapping[str, Any]) -> NoiseProcess:
@@ -110,13 +146,13 @@ def _run_settings(source: str) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if name in accepted and value is not None}
 
 
-def _load_model(source: str, seed: int) -> ModelMixin:
-    """Load a model, or build it if its folder has a config but no weights."""
+def _load_model(source: str, seed: int) -> tuple[ModelMixin, bool]:
+    """Load a model, or build it if its folder has a config but no weights. Return whether it has weights, too."""
     skeleton = model_skeleton(source)  # says what is wrong with a folder without a model
     weights = [file for end in ("safetensors", "bin") for file in Path(source).glob(f"*.{end}*")]
     if os.path.isdir(source) and not weights:
-        return _untrained_from(read_json_file(Path(source, "config.json")), source, seed)
-    return load_model(type(skeleton), source, source)
+        return _untrained_from(read_json_file(Path(source, "config.json")), source, seed), False
+    return load_model(type(skeleton), source, source), True
 
 
 def _untrained_from(config: Mapping[str, Any], source: str, seed: int) -> ModelMixin:
@@ -141,23 +177,24 @@ class ModelData:
     Args:
         name: the model in error messages.
         values: data options by flag. The settings of the training run are the defaults.
-        measurement: what is measured, in error messages.
+        command: the command in error messages.
     """
 
-    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int, measurement: str):
+    def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int, command: str):
         self.subject, self.name, self.seed = subject, name, seed
         self.model = subject.model
-        if unknown := set(required_conditions(self.model)) - {"class_labels", "encoder_hidden_states"}:
-            raise UserError(f"{name} takes {min(unknown)}, which {measurement} cannot make")
+        _check_inputs(self.model, name, command)
         if not values.keys() & _SOURCES:  # another dataset replaces the data of a training run
             values = {**subject.settings, **values}
         values = {flag: value for flag, value in values.items() if flag in DATA_OPTIONS}
         self.has_dataset = bool(values.keys() & _SOURCES)
         factor = vae_factor(subject.vae)
-        resolution = values.pop("resolution", None) or _own_size(self.model, name, measurement) * factor
-        check_size("resolution", resolution, size_multiple(self.model) * factor)
-        self.size = resolution // factor
-        self.config = DataConfig(resolution=resolution, **values)
+        if "resolution" not in values:
+            values["resolution"] = _own_size(self.model, name, command) * factor
+        self.config = DataConfig(**values)
+        check_size("resolution", self.config.resolution, size_multiple(self.model) * factor)
+        self.size = self.config.resolution // factor
+        self.encode_captions = None if subject.pipe is None else caption_encoder(subject.pipe, self.config.resolution)
         model = self.model if subject.vae is None else subject.vae
         self.channels = model.config.in_channels
         self.takes_images = self.channels in (1, 3)
@@ -181,6 +218,10 @@ class ModelData:
         """Return the number and width of the hidden states of a text encoder that the model takes."""
         return self.model.config.get("context_length", _TEXT_TOKENS), text_embedding_width(self.model)
 
+    def added_conditions(self, pooled_text: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the added conditions of a U-Net like SDXL's."""
+        return added_conditions(pooled_text, self.size * _VAE_FACTOR)
+
 
 class Inputs(ModelData):
     """
@@ -189,13 +230,13 @@ class Inputs(ModelData):
     """
 
     def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int):
-        super().__init__(subject, name, values, seed, "a diagnosis")
+        super().__init__(subject, name, values, seed, "`scalelong diagnose`")
         if not self.takes_images:
             self.description = f"normal noise instead of latents with {self.channels} channels"
             self.stream = None
             return
         needs_labels = self.has_dataset and "class_labels" in required_conditions(self.model)
-        data = self.open(needs_labels, needs_captions=subject.captions is not None)
+        data = self.open(needs_labels, needs_captions=self.encode_captions is not None)
         classes = self.model.config.get("num_class_embeds")
         if data.num_classes is not None and data.num_classes > classes:
             raise UserError(f"the data has {data.num_classes} classes, and {name} takes {classes}")
@@ -222,25 +263,29 @@ class Inputs(ModelData):
         return Samples(clean, noise, positions, perturbation, self._conditions(batch))
 
     @torch.no_grad()
-    def _conditions(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def _conditions(self, batch: Batch) -> dict[str, Any]:
         """Return labels and text. They are random if the data has none."""
-        conditions, needed = {}, required_conditions(self.model)
-        if "class_labels" in needed and "labels" in batch:
+        conditions = {name: self._random(name, batch.keys) for name in required_conditions(self.model)}
+        if "labels" in batch and "class_labels" in conditions:
             conditions["class_labels"] = batch["labels"]
-        elif "class_labels" in needed:
-            conditions["class_labels"] = (uniform(batch.keys, "label") * self.model.config.num_class_embeds).long()
-        if self.subject.captions is not None:
-            conditions["encoder_hidden_states"] = self.subject.captions(batch["captions"])
-        elif "encoder_hidden_states" in needed:
-            conditions["encoder_hidden_states"] = normal(batch.keys, "text", self.text_shape())
+        if self.encode_captions is not None:
+            conditions |= self.encode_captions(batch["captions"])
         return conditions
+
+    def _random(self, condition: str, keys: torch.Tensor) -> Any:
+        """Return random values of a condition of the model."""
+        if condition == "class_labels":
+            return (uniform(keys, "label") * self.model.config.num_class_embeds).long()
+        if condition == "encoder_hidden_states":
+            return normal(keys, "text", self.text_shape())
+        return self.added_conditions(normal(keys, "pooled text", (_pooled_width(self.model),)))
 
 
 class ProbeInputs(ModelData):
     """The inputs of a model for linear probes: labeled images or latents of a dataset, without a condition."""
 
     def __init__(self, subject: Subject, name: str, values: Mapping[str, Any], seed: int, num_test_images: int):
-        super().__init__(subject, name, values, seed, "a probe")
+        super().__init__(subject, name, values, seed, "`scalelong probe`")
         if not self.takes_images:
             raise UserError(f"{name} takes {self.channels} channels, not images: pass a pipeline with an autoencoder")
         self.config = dataclasses.replace(self.config, validation_size=num_test_images)
@@ -264,26 +309,68 @@ class ProbeInputs(ModelData):
         return LabeledImages(clean, batch.normal_like(clean, "noise"), batch["labels"], self._null_conditions(clean))
 
     @torch.no_grad()
-    def _null_conditions(self, clean: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _null_conditions(self, clean: torch.Tensor) -> dict[str, Any]:
         """
         Return the inputs of a model for no class and no text.
 
         The null class is the last one. A model without a null class gets its last class for all images.
         """
-        conditions, needed = {}, required_conditions(self.model)
-        if "class_labels" in needed:
-            last = self.model.config.num_class_embeds - 1
-            conditions["class_labels"] = torch.full((len(clean),), last, device=clean.device)
-        if self.subject.captions is not None:
-            conditions["encoder_hidden_states"] = self.subject.captions([""]).expand(len(clean), -1, -1)
-        elif "encoder_hidden_states" in needed:
-            conditions["encoder_hidden_states"] = clean.new_zeros(len(clean), *self.text_shape())
+        conditions = {name: self._null(name, clean) for name in required_conditions(self.model)}
+        if self.encode_captions is not None:
+            conditions |= self.encode_captions([""] * len(clean))
         return conditions
 
+    def _null(self, condition: str, clean: torch.Tensor) -> Any:
+        count = len(clean)
+        if condition == "class_labels":
+            return torch.full((count,), self.model.config.num_class_embeds - 1, device=clean.device)
+        if condition == "encoder_hidden_states":
+            return clean.new_zeros(count, *self.text_shape())
+        return self.added_conditions(clean.new_zeros(count, _pooled_width(self.model)))
 
-def _own_size(model: ModelMixin, name: str, measurement: str) -> int:
+
+def _check_inputs(model: ModelMixin, name: str, command: str):
+    """Check that the inputs of a model can be made."""
+    if not isinstance(model, Denoiser):
+        raise UserError(
+            f"{name} is a {type(model).__name__}, and {command} makes the inputs of UViTModel, UNet2DModel "
+            "and UNet2DConditionModel only: measure it with SkipStatistics in Python (docs/diagnose.md)"
+        )
+    for condition, option in required_conditions(model).items():
+        is_known = condition in ("class_labels", "encoder_hidden_states")
+        if not is_known and not (condition == "added_cond_kwargs" and _pooled_width(model) > 0):
+            raise UserError(f"{name} takes {condition} ({option}), which {command} cannot make")
+
+
+def _pooled_width(model: ModelMixin) -> int:
+    """Return the width of the pooled text that a U-Net like SDXL's takes, or 0 for other U-Nets."""
+    config = model.config
+    if config.addition_embed_type != "text_time":
+        return 0
+    return config.projection_class_embeddings_input_dim - NUM_TIME_IDS * config.addition_time_embed_dim
+
+
+def caption_encoder(
+    pipe: DiffusionPipeline, resolution: int
+) -> Callable[[Sequence[str]], dict[str, torch.Tensor]] | None:
+    """Return the function from captions to inputs of the pipeline's model, or None if the pipeline has no text."""
+    if isinstance(pipe, StableDiffusionXLPipeline):
+        tokenizers = tokenize_prompts(pipe)
+
+        def encode(captions: Sequence[str]) -> dict[str, Any]:
+            ids = {name: tokenize(captions).to(pipe.device) for name, tokenize in tokenizers.items()}
+            return encode_tokens(pipe, ids, resolution=resolution)
+
+        return encode
+    if isinstance(pipe, ScaleLongTextToImagePipeline) and pipe.text_encoder is not None:
+        encoder = CaptionEncoder(pipe.text_encoder, pipe.tokenizer, pipe.unet)
+        return lambda captions: {"encoder_hidden_states": encoder(captions)}
+    return None
+
+
+def _own_size(model: ModelMixin, name: str, command: str) -> int:
     size = model.config.sample_size
     size = size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
     if not isinstance(size, int):
-        raise UserError(f"{name} has sample_size={size}, and {measurement} takes square images: pass --resolution")
+        raise UserError(f"{name} has sample_size={size}, and {command} takes square images: pass --resolution")
     return size

@@ -28,11 +28,16 @@ class DataConfig:
     `DataConfig()` is the built-in dataset of colored shapes.
     """
 
-    dataset_name: str | None = option(None, "dataset on the Hub; without any dataset, the built-in colored shapes")
+    dataset_name: str | None = option(
+        None, "dataset on the Hub; without any dataset, the built-in colored shapes", common=True
+    )
     dataset_config_name: str | None = option(None, "config of the dataset on the Hub, if it has several")
     dataset_revision: str | None = option(None, "branch, tag or commit of the dataset on the Hub")
     train_data_dir: str | None = option(
-        None, "local folder of images or parquet files, or a folder saved by datasets.save_to_disk", on_resume="free"
+        None,
+        "local folder of images or parquet files, or a folder saved by datasets.save_to_disk",
+        on_resume="free",
+        common=True,
     )
     cache_dir: str | None = option(
         None, "folder for downloaded and prepared datasets (default: the cache of datasets)", on_resume="free"
@@ -52,7 +57,11 @@ class DataConfig:
         metavar="N",
     )
     resolution: int = option(
-        32, "scale and crop images to this width and height in pixels", at_least=1, at_most=MAX_RESOLUTION
+        32,
+        "scale and crop images to this width and height in pixels",
+        at_least=1,
+        at_most=MAX_RESOLUTION,
+        common=True,
     )
     crop_size: int | None = option(
         None,
@@ -61,11 +70,11 @@ class DataConfig:
         at_most=10_000,
     )
     center_crop: bool = option(False, "crop at the center instead of at a random position")
-    random_flip: bool = option(False, "mirror each image with probability 0.5")
+    random_flip: bool = option(False, "mirror each image with probability 0.5", common=True)
     image_interpolation_mode: str = option("lanczos", "filter used to scale images", choices=INTERPOLATION_MODES)
     on_bad_image: str = option(
         "error",
-        "if an image cannot be read, stop (error) or use another image instead (skip)",
+        "if an image cannot be read or has no caption, stop (error) or use another one (skip)",
         choices=("error", "skip"),
         on_resume="free",
     )

@@ -86,13 +86,15 @@ class ImageRows:
     needs_captions: bool
 
     def read(self, index: int, draws: Draws) -> dict[str, Any]:
-        row = {"pixel_values": self._pixels(index, draws)}
-        if self.needs_labels:
-            row["labels"] = self.source.label(index)
+        row = {}
         if self.needs_captions:
             captions = self.source.captions(index)
+            if not captions:
+                raise UnreadableImage(f"{self.name(index)} has no caption")
             row["captions"] = captions[draws.below(len(captions), "caption")]
-        return row
+        if self.needs_labels:
+            row["labels"] = self.source.label(index)
+        return row | {"pixel_values": self._pixels(index, draws)}
 
     def _pixels(self, index: int, draws: Draws) -> np.ndarray:
         image = self.source.image(index)

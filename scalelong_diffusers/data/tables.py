@@ -46,11 +46,12 @@ COLUMNS = {
 _METADATA_ADVICE = {
     "image": "",
     "label": ", or put the images of each class into a separate subfolder",
-    "caption": ", or add them in a metadata.jsonl next to the images",
+    "caption": ", or add them next to the images: in a metadata.jsonl, or 01.txt for 01.jpg",
 }
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SPLITS = ("train", *VALIDATION_SPLITS)
 MAX_CLASSES = 1_000_000  # if the classes are plain numbers
+_CAPTION_SUFFIX = ".txt"
 _METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -58,7 +59,7 @@ def open_tables(
     config: DataConfig, needs_labels: bool, needs_captions: bool
 ) -> tuple["ImageTable", "ImageTable | None"]:
     """Open the training split, and the validation split if there is one with labels."""
-    loaded = _load_hub(config) if config.train_data_dir is None else _load_folder(config, needs_labels)
+    loaded = _load_hub(config) if config.train_data_dir is None else _load_folder(config, needs_labels, needs_captions)
     splits, where, ignored = loaded
 
     def open_split(rows: Dataset, where: str, train: ImageTable | None = None) -> ImageTable:
@@ -130,7 +131,9 @@ def dataset_folders(config: DataConfig) -> list[Path]:
     return [folder, *(snapshot.parents[1] / "blobs" for snapshot in snapshots)]
 
 
-def _load_folder(config: DataConfig, needs_labels: bool) -> tuple[dict[str, Dataset], str, Counter[Kind]]:
+def _load_folder(
+    config: DataConfig, needs_labels: bool, needs_captions: bool
+) -> tuple[dict[str, Dataset], str, Counter[Kind]]:
     """Return the splits of a folder, how messages name it, and the numbers of files that are ignored."""
     folder, where = data_folder(config)
     files, ignored = list_files(folder, dataset_folders(config))
@@ -140,7 +143,7 @@ def _load_folder(config: DataConfig, needs_labels: bool) -> tuple[dict[str, Data
         if parquet := files_by_split(files, ".parquet"):
             ignored += count_suffixes(set(files).difference(*parquet.values()))
             return _load_files("parquet", parquet, config), where, ignored
-        loaded, others = _load_images(folder, files, config, needs_labels, where)
+        loaded, others = _load_images(folder, files, config, needs_labels, needs_captions, where)
         return loaded, where, ignored + others
     except (UserError, MemoryError):
         raise
@@ -176,7 +179,7 @@ def _load_saved(folder: Path, files: list[str], ignored: Counter[Kind], where: s
 
 
 def _load_images(
-    folder: Path, files: list[str], config: DataConfig, needs_labels: bool, where: str
+    folder: Path, files: list[str], config: DataConfig, needs_labels: bool, needs_captions: bool, where: str
 ) -> tuple[dict[str, Dataset], Counter[Kind]]:
     """Load a folder of images, and count the files that are ignored."""
     images = [file for file in files if file.lower().endswith(IMAGE_SUFFIXES) and not is_sample_grid(file)]
@@ -196,9 +199,35 @@ def _load_images(
     if needs_labels and not has_metadata:
         _check_depths(used_images, folder, where)
     loaded = _load_files("imagefolder", by_split, config)
+    if needs_captions and not has_metadata and (captions := _caption_files(used_images, files)):
+        ignored -= count_suffixes(captions.values())
+        loaded = {split: _with_captions(rows, captions, dataset_folders(config)) for split, rows in loaded.items()}
     if has_metadata:
         ignored["image", " without an entry in the metadata"] = len(set(used_images) - _paths(loaded))
     return loaded, ignored
+
+
+def _caption_files(images: list[str], files: list[str]) -> dict[str, str]:
+    """Return the caption files by image: `01.txt` belongs to `01.jpg`."""
+    texts = {file for file in files if file.endswith(_CAPTION_SUFFIX)}
+    by_image = {image: os.path.splitext(image)[0] + _CAPTION_SUFFIX for image in images}
+    return {image: text for image, text in by_image.items() if text in texts}
+
+
+def _with_captions(rows: Dataset, captions: dict[str, str], folders: list[Path]) -> Dataset:
+    """Add a column with the captions of each image: the lines of its file, or none without a file."""
+    paths = pc.struct_field(rows.data.column("image"), "path").to_pylist()
+    lines = [_read_lines(captions[path], folders) if path in captions else [] for path in paths]
+    feature = datasets.List(datasets.Value("string"))
+    return rows.add_column(COLUMNS["caption"][0], lines, feature=feature)
+
+
+def _read_lines(file: str, folders: list[Path]) -> list[str]:
+    try:
+        lines = read_file(file, folders).decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not a text in UTF-8") from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _paths(splits: dict[str, Dataset]) -> set[str]:
@@ -283,6 +312,7 @@ class ImageTable:
         self._where = where
         self._folders = dataset_folders(config)
         self._columns = find_columns(dataset.column_names, config, needs_labels, needs_captions, where)
+        self._skips_bad = config.on_bad_image == "skip"
         kind = self._column("image").type
         is_file = pat.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
         is_image = is_file or pat.is_binary(kind) or pat.is_large_binary(kind)
@@ -317,7 +347,8 @@ class ImageTable:
 
     def captions(self, index: int) -> list[str]:
         stored = self._column("caption")[index].as_py()
-        return stored if isinstance(stored, list) else [stored]
+        texts = stored if isinstance(stored, list) else [stored]
+        return [text for text in texts if text and not text.isspace()]
 
     def identity(self) -> str:
         """Identify the dataset by the names and sizes of its images, the content of 16, the labels and captions."""
@@ -388,9 +419,10 @@ class ImageTable:
         else:
             missing = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(column), ""), True)
         row = pc.index(missing, True).as_py()
-        if row != -1:
+        if row != -1 and not self._skips_bad:
             found = f"{self._columns['caption']!r} is {column[row].as_py()!r}"
-            raise UserError(f"{self.name(row)} has no caption: {found}")
+            advice = "on_bad_image='skip' skips images without captions"
+            raise UserError(f"{self.name(row)} has no caption: {found}; {advice}")
 
 
 def _names_and_sizes(images: pa.Array) -> list:

@@ -59,6 +59,11 @@ class TrainingData:
         for stream in (self.train, self.validation):
             stream.tokenizers.update(tokenizers)
 
+    def class_titles(self, count: int) -> list[str]:
+        """Return the names of the classes in turn, or their numbers if they have no names."""
+        names = self.class_names or list(map(str, range(self.num_classes)))
+        return [names[k % len(names)] for k in range(count)]
+
 
 def load_training_data(
     config: DataConfig, *, channels: int | None, needs_labels: bool, needs_captions: bool, seed: int

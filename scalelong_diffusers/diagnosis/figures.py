@@ -81,7 +81,7 @@ class DataFigures:
     Args:
         mean_square: mean square of the clean values.
         power: mean of |x_t|^2 / m over the schedule.
-        expected_power: the same by Lemma 3.2, with the mean square of this data instead of 1/3.
+        expected_power: alpha_t^2 mean_square + sigma_t^2 on average, as in Lemma 3.2.
         lemma_power: the same for the data of the lemma, uniform in [-1, 1].
         noise_ratio: mean of |eps|^2 / |x_t|^2 over the schedule, the lower estimate of S.
         highest_noise_ratio: the largest |eps|^2 / |x_t|^2.
@@ -109,8 +109,12 @@ class Headroom:
     depths: dict[int, float]
 
     @property
+    def largest_block(self) -> str:
+        return max(self.blocks, key=self.blocks.get)
+
+    @property
     def largest(self) -> float:
-        return max(self.blocks.values())
+        return self.blocks[self.largest_block]
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Diagnosis:
 
     Args:
         model: class and size of the model.
+        is_trained: the model has trained weights.
         scaling: the skip scaling of the model.
         num_images: number of samples.
         nonfinite: number of samples whose loss or gradients are not finite.
@@ -141,6 +146,7 @@ class Diagnosis:
     """
 
     model: str
+    is_trained: bool
     scaling: SkipScalingConfig
     num_images: int
     nonfinite: int

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -19,6 +20,8 @@ from scalelong_diffusers.scaling.factors import UPPER_NOISE_RATIO, solve_kappa
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
+# Quantities that not every layout and method has.
+_OPTIONAL = ("skip_share", "factor", "factor_square")
 
 Advance = Callable[[int], object]  # is called with the number of samples that have run
 
@@ -35,23 +38,28 @@ class Samples:
     Args:
         uniform: positions in the training schedule, in [0, 1).
         perturbation: more noise, which changes the model's input.
-        conditions: the model's other inputs, such as `class_labels`.
+        conditions: the model's other inputs, such as `class_labels`: tensors, or dicts of tensors.
     """
 
     clean: torch.Tensor
     noise: torch.Tensor
     uniform: torch.Tensor
     perturbation: torch.Tensor
-    conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.clean)
 
     def first(self, count: int) -> "Samples":
         """Return the first samples."""
-        conditions = {name: value[:count] for name, value in self.conditions.items()}
-        tensors = (self.clean, self.noise, self.uniform, self.perturbation)
-        return Samples(*(tensor[:count] for tensor in tensors), conditions)
+        tensors = (self.clean, self.noise, self.uniform, self.perturbation, self.conditions)
+        return Samples(*(_first(tensor, count) for tensor in tensors))
+
+
+def _first(value: torch.Tensor | Mapping[str, Any], count: int) -> torch.Tensor | dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {name: _first(part, count) for name, part in value.items()}
+    return value[:count]
 
 
 def spread_positions(first: int, count: int) -> torch.Tensor:
@@ -63,7 +71,8 @@ class LargestActivations:
     """
     Records the largest |output| of the layers in each block of a model, for each sample.
 
-    A block is a child of the model, or an entry of a child that is a list. Attention scores are not seen.
+    A block is a child of the model that has weights, or an entry of a child that is a list. Attention scores are not
+    seen.
     """
 
     def __init__(self, model: nn.Module):
@@ -71,7 +80,7 @@ class LargestActivations:
         for name, child in model.named_children():
             if isinstance(child, nn.ModuleList):
                 self.blocks |= {f"{name}.{k}": block for k, block in enumerate(child)}
-            elif name != "skip_scaler":
+            elif name != "skip_scaler" and any(True for _ in child.parameters()):
                 self.blocks[name] = child
         self.values: dict[str, torch.Tensor] = {}
 
@@ -120,6 +129,11 @@ class SkipTable:
     def __getitem__(self, quantity: str) -> torch.Tensor:
         return self.values[list(QUANTITIES).index(quantity)]
 
+    def count_nonfinite(self) -> int:
+        """Return the number of samples whose loss or gradients are not finite."""
+        numbers = torch.cat([self["hidden_gradient"], self["skip_gradient"], self.losses[None]])
+        return int((~numbers.isfinite()).any(0).sum())
+
 
 def measure_skips(
     model: ModelMixin, batches: Sequence[Samples], noising: NoiseProcess, advance: Advance = ignore_progress
@@ -130,9 +144,9 @@ def measure_skips(
     with statistics.attached(), activations.attached(), torch.enable_grad():
         for batch in batches:
             activations.values = {}
-            of_batch = sample_losses(model, batch, noising)
-            torch.autograd.grad(of_batch.sum(), statistics.tensors)
-            losses.append(of_batch.detach().cpu())
+            batch_losses = sample_losses(model, batch, noising)
+            torch.autograd.grad(batch_losses.sum(), statistics.tensors)
+            losses.append(batch_losses.detach().cpu())
             tables.append(statistics.table().cpu())
             largest.append(torch.stack(list(activations.values.values())).cpu())
             advance(len(batch))
@@ -163,10 +177,6 @@ def skip_figures(model: ModelMixin, table: SkipTable) -> list[SkipFigures]:
     return figures
 
 
-# Quantities that not every layout and method has.
-_OPTIONAL = ("skip_share", "factor", "factor_square")
-
-
 @torch.no_grad()
 def data_figures(
     batches: Sequence[Samples], noising: NoiseProcess, table: SkipTable, skips: Sequence[SkipFigures]
@@ -176,24 +186,25 @@ def data_figures(
     noise = torch.cat([batch.noise.flatten(1).cpu() for batch in batches])
     positions = torch.cat([batch.uniform.cpu() for batch in batches])
     mean_square = clean.square().mean().item()
-    power, expected, ratio, signal, timestep = [], [], [], [], []
+    ones, zeros = torch.ones(len(clean), 1), torch.zeros(len(clean), 1)
+    power, ratio, alpha, sigma, timestep = [], [], [], [], []
     for k in range(BINS):
         steps = noising.timesteps((spread_positions(0, len(clean)) + k) / BINS)
         noisy = noising.add_noise(clean, noise, steps)
-        alpha = noising.add_noise(torch.ones(len(clean), 1), torch.zeros(len(clean), 1), steps).square().mean().item()
         power.append(noisy.square().mean(1))
         ratio.append(noise.square().sum(1) / noisy.square().sum(1))
-        signal.append(alpha)
-        expected.append(1 - (1 - mean_square) * alpha)
+        alpha.append(noising.add_noise(ones, zeros, steps).square().mean().item())
+        sigma.append(noising.add_noise(zeros, ones, steps).square().mean().item())
         timestep.append(steps.float().mean().item())
     ratios = torch.stack(ratio)
+    expected, of_lemma = ([m * a + s for a, s in zip(alpha, sigma)] for m in (mean_square, 1 / 3))  # Lemma 3.2
     squares = [skip.factor_square for skip in skips]
     target = ratios.mean().item()
     data = DataFigures(
         mean_square=mean_square,
         power=torch.stack(power).mean().item(),
         expected_power=sum(expected) / BINS,
-        lemma_power=1 - 2 / 3 * sum(signal) / BINS,  # Lemma 3.2
+        lemma_power=sum(of_lemma) / BINS,
         noise_ratio=target,
         highest_noise_ratio=ratios.max().item(),
         skip_energy=None if None in squares else sum(squares),
@@ -248,22 +259,14 @@ def with_skip_scaling(model: ModelMixin, config: SkipScalingConfig | None) -> It
         yield
         return
     layout, scaler = skip_layout(model), model.skip_scaler
-    own = Scaling(scaler.config, scaler.gate_names, scaler.gates)
-    other = layout.build_scaler(config, layout.find(model), model.device, model.dtype)
-    scaler.adopt(other)
+    skips = layout.find(model)
+    own = layout.build_scaler(SkipScalingConfig("none"), skips)
+    own.adopt(scaler)  # so that it keeps the model's gates
+    scaler.adopt(layout.build_scaler(config, skips, model.device, model.dtype))
     try:
         yield
     finally:
         scaler.adopt(own)
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a `SkipScaler` adopts."""
-
-    config: SkipScalingConfig
-    gate_names: list[str]
-    gates: nn.ModuleDict
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from diffusers import ModelMixin
 import scalelong_diffusers.models.unets  # noqa: F401  this module defines the scaled classes
 from scalelong_diffusers.models.mixin import SkipScalingMixin, skip_layout
 from scalelong_diffusers.models.skips import SkipLayer, SkipLayout, SkipObserver
+from scalelong_diffusers.processes import full
 
 
 # The quantities that are measured for each skip, one number per sample.
@@ -129,6 +130,6 @@ def _rms(tensor: torch.Tensor) -> torch.Tensor:
 
 def _share_of_skip(layer: SkipLayer, hidden: torch.Tensor, skip: torch.Tensor, dim: int) -> torch.Tensor:
     """Return |W_s k s|^2 / (|W_h h|^2 + |W_s k s|^2) for each sample. The bias is left out."""
-    inputs = ((hidden, layer.hidden_weight), (skip, layer.skip_weight))
+    inputs = ((hidden, full(layer.hidden_weight)), (skip, full(layer.skip_weight)))  # outside of the layer's forward
     of_hidden, of_skip = (_norm(x.movedim(dim, -1).to(w.dtype) @ w.T).square() for x, w in inputs)
     return of_skip / (of_hidden + of_skip).clamp(min=torch.finfo(torch.float32).tiny)

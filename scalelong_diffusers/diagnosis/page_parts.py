@@ -12,8 +12,6 @@ _STYLE = """
   --a: #9a3412; --b: #1d4ed8; }
 @media (prefers-color-scheme: dark) { :root { --text: #e8eaed; --paper: #15181c; --soft: #a9b2bc; --line: #3a424b;
   --a: #fdba74; --b: #93c5fd; } }
-@media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8; }
-  section, figure { break-inside: avoid; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--paper); color: var(--text);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -24,14 +22,18 @@ p, figcaption { color: var(--soft); margin: .25rem 0 .75rem; } figure { margin: 
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; }
-td { white-space: nowrap; } td.text { white-space: normal; min-width: 18rem; } thead th { color: var(--soft); }
-td.number { text-align: right; }
+td { white-space: nowrap; } td.number { text-align: right; } thead th { color: var(--soft); }
+dd { color: var(--soft); margin: 0 0 .75rem; }
 svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 16px; }
 .axis { stroke: var(--line); } .curve { fill: none; stroke-width: 2.5; }
 .a { stroke: var(--a); stroke-dasharray: 7 4; } .b { stroke: var(--b); }
 .key { display: inline-block; width: 2rem; border-top: 3px dashed var(--a); vertical-align: middle; }
 .key.solid { border-top: 3px solid var(--b); }
 @media (max-width: 40rem) { svg text { font-size: 18px; } th, td { padding: .2rem .3rem; } }
+@media print { :root { --text: #000; --paper: #fff; --soft: #444; --line: #bbb; --a: #9a3412; --b: #1d4ed8; }
+  body { max-width: none; font-size: .75rem; } figure, tr { break-inside: avoid; } h2, .keys { break-after: avoid; }
+  .pair { grid-template-columns: 1fr 1fr; } .scroll { overflow: visible; } th, td { padding: .1rem .25rem; }
+  svg text { font-size: 20px; } }
 """
 
 IN_ORDER = "block, in the order of the forward pass"  # name of an axis
@@ -53,7 +55,7 @@ def document(title: str, lead: Iterable[str], about: str, sections: Iterable[str
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>{title}</title><style>{_STYLE}</style></head><body><main>",
-            f"<h1>{title}</h1>{lead}<p>{html.escape(about)}</p>",
+            f"<h1>{title}</h1>{lead}{paragraph(about)}",
             *sections,
             "</main></body></html>\n",
         ]
@@ -65,10 +67,14 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
 
 
+def paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
 def key(first: str, second: str) -> str:
     """Return the key of charts with two curves."""
     first, second = html.escape(first), html.escape(second)
-    return f'<p><span class="key"></span> {first} &nbsp; <span class="key solid"></span> {second}</p>'
+    return f'<p class="keys"><span class="key"></span> {first} &nbsp; <span class="key solid"></span> {second}</p>'
 
 
 def curves_figure(
@@ -83,7 +89,7 @@ def curves_figure(
     """
     drawn = {
         style: (label, [(x, y) for x, y in curve if math.isfinite(y) and (linear or y > 0)])
-        for style, (label, curve) in zip("ab", curves.items())
+        for style, (label, curve) in zip("ab"[-len(curves) :], curves.items())
     }
     drawn = {style: (label, curve) for style, (label, curve) in drawn.items() if len({x for x, _ in curve}) > 1}
     title = html.escape(name)
@@ -110,5 +116,4 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    kind = "number" if text[:1].isdigit() else "text" if len(text) > 40 else ""
-    return f"<td{f' class={kind}' if kind else ''}>{html.escape(text)}</td>"
+    return f"<td{' class=number' if text[:1].isdigit() else ''}>{html.escape(text)}</td>"

@@ -5,7 +5,6 @@ Each rule compares one figure with a threshold. docs/diagnose.md and the page st
 benchmarks/diagnosis.py compares what they predict with what happens in training.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from scalelong_diffusers.diagnosis.figures import LARGEST, Diagnosis, Finding
 
 
 NOTHING_FOUND = "Nothing here is unstable: do not expect a gain from scaling the skips."
+UNTRAINED = "The model is untrained, and training changes these figures: measure again after a few hundred steps."
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,15 @@ def fading(diagnosis: Diagnosis) -> float | None:
     return gradients[0] / min(gradients) if min(gradients) > 0 else None
 
 
-def gradient_variations(diagnosis: Diagnosis) -> list[float]:
-    """Return, for each skip, how much more its gradient varies than the main path's at the end of the decoder."""
-    reference = diagnosis.skips[0].hidden_gradient.variation
-    return [skip.skip_gradient.variation / reference if reference > 0 else math.nan for skip in diagnosis.skips]
+def gradient_variations(diagnosis: Diagnosis) -> dict[int, float]:
+    """
+    Return, by skip, how much more its gradient varies than the main path's at the end of the decoder.
+
+    CS does not change the outermost skip, which is left out.
+    """
+    outermost, *others = diagnosis.skips
+    reference = outermost.hidden_gradient.variation
+    return {skip.i: skip.skip_gradient.variation / reference for skip in others} if reference > 0 else {}
 
 
 def largest_peak(diagnosis: Diagnosis) -> float:
@@ -71,8 +76,7 @@ def fp16_share(diagnosis: Diagnosis) -> float:
 
 
 def _varying_skips(diagnosis: Diagnosis, value: float) -> str:
-    variations = gradient_variations(diagnosis)
-    found = [skip.i for skip, ratio in zip(diagnosis.skips, variations) if ratio > VARIATION]
+    found = [i for i, ratio in gradient_variations(diagnosis).items() if ratio > VARIATION]
     return (
         f"Gradients through {number_ranges(found)} vary up to {value:.3g} times more over timesteps and images than "
         "through the main path at the end of the decoder"
@@ -80,8 +84,11 @@ def _varying_skips(diagnosis: Diagnosis, value: float) -> str:
 
 
 def _headroom_words(diagnosis: Diagnosis, value: float) -> str:
-    block = max(diagnosis.headroom.blocks, key=diagnosis.headroom.blocks.get)
-    return f"The largest activation, {diagnosis.headroom.largest:,.4g} in {block}, is {value:.3g} of fp16's range"
+    headroom = diagnosis.headroom
+    return (
+        f"The largest activation, {rounded(headroom.largest)} in {headroom.largest_block}, is {value:.3g} of fp16's "
+        "range"
+    )
 
 
 VARIATION = 3.0
@@ -109,10 +116,10 @@ RULES = (
     ),
     Rule(
         "variation",
-        "the variation of a gradient through a skip, divided by the main path's at the end of the decoder,",
+        "the variation of a gradient through a skip from i = 2, divided by the main path's at the end of the decoder,",
         VARIATION,
         "scaling or a residual start is likely to help",
-        lambda diagnosis: max((v for v in gradient_variations(diagnosis) if not math.isnan(v)), default=None),
+        lambda diagnosis: max(gradient_variations(diagnosis).values(), default=None),
         _varying_skips,
     ),
     Rule(
@@ -155,12 +162,13 @@ def judge(diagnosis: Diagnosis) -> list[Finding]:
     return findings
 
 
-def verdict(findings: Sequence[Finding]) -> list[str]:
+def verdict(findings: Sequence[Finding], is_trained: bool) -> list[str]:
     """Return the sentences of the verdict."""
     broken, *others = findings
     if broken.applies:
         return [broken.text]
-    return [finding.text for finding in others if finding.applies] or [NOTHING_FOUND]
+    found = [finding.text for finding in others if finding.applies] or [NOTHING_FOUND]
+    return found if is_trained else [*found, UNTRAINED]
 
 
 def rounded(value: float) -> str:

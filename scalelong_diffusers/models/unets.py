@@ -29,6 +29,9 @@ from scalelong_diffusers.models.skips import BlockSkips, SkipLayout, UpBlockSkip
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
+# `_no_split_modules` names the blocks that add or concatenate features: accelerate keeps them on one device, and FSDP2
+# gathers them one after the other. diffusers has no such list for most of these classes.
+
 _BY_KEYWORD = UpBlockSkips(argument="res_hidden_states_tuple")
 
 
@@ -41,6 +44,7 @@ class _ControlledUpBlockSkips(UpBlockSkips):
 class ScaleLongUNet2DModel(SkipScalingMixin, UNet2DModel):
     """[`~diffusers.UNet2DModel`] with `skip_scaling`: the DDPM U-Net, unconditional or class-conditional."""
 
+    _no_split_modules = ["ResnetBlock2D", "Attention", "AttnUpBlock2D", "UpBlock2D"]
     skip_layout = UpBlockSkips(argument=1)
 
 
@@ -53,24 +57,46 @@ class ScaleLongUNet2DConditionModel(SkipScalingMixin, UNet2DConditionModel):
 class ScaleLongUNet3DConditionModel(SkipScalingMixin, UNet3DConditionModel):
     """[`~diffusers.UNet3DConditionModel`] with `skip_scaling`."""
 
+    _no_split_modules = [
+        "BasicTransformerBlock",
+        "ResnetBlock2D",
+        "TemporalConvLayer",
+        "CrossAttnUpBlock3D",
+        "UpBlock3D",
+    ]
     skip_layout = _BY_KEYWORD
 
 
 class ScaleLongI2VGenXLUNet(SkipScalingMixin, I2VGenXLUNet):
     """[`~diffusers.I2VGenXLUNet`] with `skip_scaling`."""
 
+    _no_split_modules = [
+        "BasicTransformerBlock",
+        "ResnetBlock2D",
+        "TemporalConvLayer",
+        "CrossAttnUpBlock3D",
+        "UpBlock3D",
+    ]
     skip_layout = _BY_KEYWORD
 
 
 class ScaleLongUNetSpatioTemporalConditionModel(SkipScalingMixin, UNetSpatioTemporalConditionModel):
     """[`~diffusers.UNetSpatioTemporalConditionModel`] with `skip_scaling`: the U-Net of Stable Video Diffusion."""
 
+    _no_split_modules = [
+        "BasicTransformerBlock",
+        "TemporalBasicTransformerBlock",
+        "SpatioTemporalResBlock",
+        "CrossAttnUpBlockSpatioTemporal",
+        "UpBlockSpatioTemporal",
+    ]
     skip_layout = _BY_KEYWORD
 
 
 class ScaleLongUNetMotionModel(SkipScalingMixin, UNetMotionModel):
     """[`~diffusers.UNetMotionModel`] with `skip_scaling`: the U-Net of AnimateDiff."""
 
+    _no_split_modules = ["BasicTransformerBlock", "ResnetBlock2D", "CrossAttnUpBlockMotion", "UpBlockMotion"]
     skip_layout = _BY_KEYWORD
 
     @classmethod
@@ -88,12 +114,19 @@ class ScaleLongDreamLiteUNetModel(SkipScalingMixin, DreamLiteUNetModel):
 class ScaleLongAudioLDM2UNet2DConditionModel(SkipScalingMixin, AudioLDM2UNet2DConditionModel):
     """[`~diffusers.AudioLDM2UNet2DConditionModel`] with `skip_scaling`."""
 
+    _no_split_modules = ["BasicTransformerBlock", "ResnetBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"]
     skip_layout = _BY_KEYWORD
 
 
 class ScaleLongUNetControlNetXSModel(SkipScalingMixin, UNetControlNetXSModel):
     """[`~diffusers.UNetControlNetXSModel`] with `skip_scaling`. The skips of its control branch stay as they are."""
 
+    _no_split_modules = [
+        "BasicTransformerBlock",
+        "ResnetBlock2D",
+        "ControlNetXSCrossAttnDownBlock2D",
+        "ControlNetXSCrossAttnUpBlock2D",
+    ]
     skip_layout = _ControlledUpBlockSkips(argument="res_hidden_states_tuple_base")
 
     @classmethod
@@ -118,6 +151,15 @@ def _halves_of_first_conv(block: nn.Module) -> tuple[int, int]:
 class ScaleLongUNet1DModel(SkipScalingMixin, UNet1DModel):
     """[`~diffusers.UNet1DModel`] with `skip_scaling`. Each up-block reads one skip."""
 
+    _no_split_modules = [
+        "ResConvBlock",
+        "SelfAttention1d",
+        "AttnUpBlock1D",
+        "UpBlock1D",
+        "UpBlock1DNoSkip",
+        "ResidualTemporalBlock1D",
+        "UpResnetBlock1D",
+    ]
     skip_layout = BlockSkips(
         "up_blocks", _halves_of_first_conv, argument=None, layer="resnets.0", linear_layers=_first_convs
     )
@@ -132,6 +174,7 @@ def _kandinsky3_widths(block: nn.Module) -> tuple[int, int] | None:
 class ScaleLongKandinsky3UNet(SkipScalingMixin, Kandinsky3UNet):
     """[`~diffusers.Kandinsky3UNet`] with `skip_scaling`. Each level has one skip."""
 
+    _no_split_modules = ["Kandinsky3ResNetBlock", "Kandinsky3AttentionBlock"]
     skip_layout = BlockSkips("up_blocks", _kandinsky3_widths, argument=None, layer="resnets_in.0")
 
 
@@ -148,6 +191,7 @@ class ScaleLongStableCascadeUNet(SkipScalingMixin, StableCascadeUNet):
     level's first block.
     """
 
+    _no_split_modules = ["SDCascadeResBlock", "SDCascadeAttnBlock"]
     skip_layout = BlockSkips(
         "up_blocks",
         _cascade_widths,
@@ -167,6 +211,7 @@ class ScaleLongHunyuanDiT2DModel(SkipScalingMixin, HunyuanDiT2DModel):
     [`~diffusers.HunyuanDiT2DModel`] with `skip_scaling`. What a ControlNet adds to a skip is scaled together with it.
     """
 
+    _no_split_modules = ["HunyuanDiTBlock"]
     skip_layout = BlockSkips("blocks", _hunyuan_widths, argument="skip", channel_dim=2)
 
 
@@ -181,6 +226,7 @@ def _unidiffuser_layers(block: nn.ModuleDict) -> list[nn.Linear]:
 class ScaleLongUTransformer2DModel(SkipScalingMixin, UTransformer2DModel):
     """diffusers' `UTransformer2DModel`, the U-ViT inside of UniDiffuser, with `skip_scaling`."""
 
+    _no_split_modules = ["UniDiffuserBlock"]
     skip_layout = BlockSkips(
         "transformer_out_blocks", _unidiffuser_widths, layer="skip", channel_dim=2, linear_layers=_unidiffuser_layers
     )
@@ -189,6 +235,7 @@ class ScaleLongUTransformer2DModel(SkipScalingMixin, UTransformer2DModel):
 class ScaleLongUniDiffuserModel(SkipScalingMixin, UniDiffuserModel):
     """[`~diffusers.UniDiffuserModel`] with `skip_scaling`."""
 
+    _no_split_modules = ["UniDiffuserBlock"]
     skip_layout = BlockSkips(
         "transformer.transformer_out_blocks",
         _unidiffuser_widths,

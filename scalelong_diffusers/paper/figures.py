@@ -14,13 +14,7 @@ from scalelong_diffusers.paper.trainings import Training
 THEORY = Experiment(
     "theory", theory.Draws, theorems.shortened, measure_each(lambda draws, workspace: theory.measure(draws))
 )
-INPUTS = Experiment(
-    "inputs",
-    inputs.NoisyInputs,
-    input_tables.shortened,
-    measure_each(lambda noisy, workspace: inputs.measure(noisy, workspace)),
-    seeds=3,
-)
+INPUTS = Experiment("inputs", inputs.NoisyInputs, input_tables.shortened, measure_each(inputs.measure), seeds=3)
 TRAININGS = Experiment("trainings", trainings.Training, trainings.shortened, trainings.run_all, seeds=3)
 
 

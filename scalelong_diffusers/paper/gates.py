@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scalelong_diffusers.diagnosis.observer import SkipStatistics
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -21,24 +22,14 @@ def gate_values(unet: nn.Module, seed: int = 0) -> list[list[float]]:
 
     The factor of an input is the mean over its tokens or channels.
     """
-    scaler, factors = unet.skip_scaler, {}
-
-    def factor(skip: torch.Tensor, index: int) -> torch.Tensor:
-        k = type(scaler).factor(scaler, skip, index)
-        factors[index] = k.flatten(1).mean(dim=1)
-        return k
-
-    size = unet.config.sample_size
+    size, statistics = unet.config.sample_size, SkipStatistics(unet)
     noise = torch.randn(
         NUM_NOISES, unet.config.in_channels, size, size, generator=generator_for(seed, "noise of figure 7")
     )
-    scaler.factor = factor
-    try:
+    with statistics.attached():
         unet.eval()(noise, torch.full((NUM_NOISES,), _LAST_TIMESTEP))
-    finally:
-        del scaler.factor  # the class has the method
-    means = [factors[index] for index in sorted(factors)]
-    return [[k.mean().item(), k.min().item(), k.max().item()] for k in means]
+    factors = [k for _, k in sorted(statistics.values["factor"].items())]
+    return [[k.mean().item(), k.min().item(), k.max().item()] for k in factors]
 
 
 def fit_kappa(factors: Sequence[float]) -> dict[str, Any]:

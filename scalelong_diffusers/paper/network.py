@@ -50,10 +50,6 @@ class PaperNetworks:
         self.middle = block()
         self.decoders = [block(2 * width if join == "concatenation" else width) for _ in skips]
 
-    @property
-    def blocks(self) -> list[list[torch.Tensor]]:
-        return [*self.encoders, self.middle, *self.decoders]
-
     def features(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs of the decoder blocks b_1 ... b_N. The first one is the output of the network."""
         skips = []

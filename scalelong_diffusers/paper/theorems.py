@@ -1,7 +1,7 @@
 """The draws of random networks behind Theorems 3.1, 3.3 and 3.4, and their tables."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,14 +106,17 @@ def fitted_constants(results: Results, draws: Sequence[Draws]) -> tuple[float, f
 
 def feature_panels(results: Results, simplify: Simplify) -> list[Panel]:
     """Draw the mean energy of the output over the number of skips."""
-    return [_panel(results, simplify, "features", "|h_1|\u00b2 / |x_t|\u00b2")]
+    cases = {name: {"last_gain": gain} for name, gain in GAINS.items()}
+    return [_panel(results, simplify, "features", "|h_1|\u00b2 / |x_t|\u00b2", cases)]
 
 
-def _panel(results: Results, simplify: Simplify, quantity: str, name: str) -> Panel:
+def _panel(
+    results: Results, simplify: Simplify, quantity: str, name: str, cases: Mapping[str, Mapping[str, Any]]
+) -> Panel:
     """Draw the mean of a quantity at block 1 over the number of skips, and S_1 + 1."""
     curves = {
-        label: [(n, results.lines[simplify(Draws(n, last_gain=gain))][quantity][0][0]) for n in DEPTHS]
-        for label, gain in GAINS.items()
+        label: [(n, results.lines[simplify(Draws(n, **fields))][quantity][0][0]) for n in DEPTHS]
+        for label, fields in cases.items()
     }
     return Panel(name, {**curves, "S_1 + 1": [(n, n + 1) for n in DEPTHS]}, axis="number of skips", first=DEPTHS[0])
 
@@ -141,14 +144,19 @@ def _width_table(results: Results, simplify: Simplify) -> str:
 # Theorem 3.3
 
 
+GRADIENT_CASES: dict[str, dict[str, float]] = {
+    **{name: {"last_gain": gain} for name, gain in GAINS.items()},
+    "norm kept, far target": {"last_gain": 1.0, "target_scale": FAR_TARGET},
+}
+
+
 def gradient_draws() -> list[Draws]:
-    grids = [*map(_grid, GAINS.values()), _grid(1.0, target_scale=FAR_TARGET)]
-    return [draws for grid in grids for draws in grid.values()]
+    return [draws for fields in GRADIENT_CASES.values() for draws in _grid(**fields).values()]
 
 
 def gradient_table(results: Results, simplify: Simplify) -> str:
     """Show the largest gradient of the outermost block, and relative to S_1 + 1."""
-    grids = [_grid(gain) for gain in GAINS.values()] + [_grid(1.0, target_scale=FAR_TARGET)]
+    grids = [_grid(**fields) for fields in GRADIENT_CASES.values()]
     rows = []
     for name in grids[0]:
         draws = [simplify(grid[name]) for grid in grids]
@@ -158,16 +166,13 @@ def gradient_table(results: Results, simplify: Simplify) -> str:
                 mean, low, _, high, _ = results.lines[each]["gradients"][0]
                 cells += [with_range(mean, low, high), f"{mean / (each.energies[0] + 1):.3g}"]
             rows.append([name, f"{draws[0].energies[0]:.3g}", *cells])
-    heads = [f"{title}, {name}" for name in (*GAINS, "norm kept, far target") for title in ("mean", "/ (S_1 + 1)")]
+    heads = [f"{title}, {name}" for name in GRADIENT_CASES for title in ("mean", "/ (S_1 + 1)")]
     return markdown_table(("networks", "S_1", *heads), rows)
 
 
 def gradient_panels(results: Results, simplify: Simplify) -> list[Panel]:
     """Draw the mean gradient of block 1 over the number of skips."""
-    panel = _panel(results, simplify, "gradients", "gradient\u00b2 / (loss |x_t|\u00b2)")
-    far = [simplify(Draws(n, last_gain=1.0, target_scale=FAR_TARGET)) for n in DEPTHS]
-    panel.curves["norm kept, far target"] = [(each.skips, results.lines[each]["gradients"][0][0]) for each in far]
-    return [panel]
+    return [_panel(results, simplify, "gradients", "gradient\u00b2 / (loss |x_t|\u00b2)", GRADIENT_CASES)]
 
 
 # Theorem 3.4

@@ -47,8 +47,10 @@ class Draws:
 
     @property
     def name(self) -> str:
-        kappa = "" if self.kappa is None else f" {self.kappa:g}"
-        return f"{self.skips} skips, {self.method}{kappa}, {self.join}, {self.norm}, width {self.width}"
+        method = self.method if self.kappa is None else f"{self.method} {self.kappa:g}"
+        method = f"reversed {method}" if self.reverse else method
+        network = f"{self.join}, norm {self.norm}, width {self.width}, gain {self.last_gain:g}"
+        return f"{self.skips} skips, {method}, {network}, target {self.target_scale:g}"
 
     @property
     def factors(self) -> list[float]:
@@ -144,17 +146,15 @@ def _features_and_gradients(
     networks: PaperNetworks, x: torch.Tensor, target: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return the features, and the largest squared gradient of each block / the loss of its draw (equation 2)."""
-    matrices = [matrix.requires_grad_() for block in networks.blocks for matrix in block]
+    blocks = [encoder + decoder for encoder, decoder in zip(networks.encoders, networks.decoders)]
+    matrices = [matrix.requires_grad_() for block in blocks for matrix in block]
     features = networks.features(x)
     losses = _energy(features[0] - target)
-    gradients = torch.autograd.grad(losses.sum(), matrices)
+    squares = [g.square().sum(dim=(1, 2)) for g in torch.autograd.grad(losses.sum(), matrices)]
     for matrix in matrices:
         matrix.requires_grad_(False)
-    squares = dict(zip(map(id, matrices), (gradient.square().sum(dim=(1, 2)) for gradient in gradients)))
-    largest = [
-        torch.stack([squares[id(matrix)] for matrix in (*encoder, *decoder)]).amax(dim=0)
-        for encoder, decoder in zip(networks.encoders, networks.decoders)
-    ]
+    size = len(blocks[0])
+    largest = [torch.stack(squares[k : k + size]).amax(dim=0) for k in range(0, len(squares), size)]
     return [feature.detach() for feature in features], torch.stack(largest, 1) / losses.detach()[:, None]
 
 

@@ -37,8 +37,9 @@ class SkipScalingConfig:
     Args:
         method: `"none"`; `"inv_sqrt2"`: k_i = 2**-0.5; `"constant"`: k_i = kappa; `"cs"`: k_i = kappa**(i-1)
             (equation 8); `"ls"`: a small gate predicts k_i from the skip (equation 9); `"learnable"`: one learned
-            scalar per skip, which starts at 1. Not from the paper: `"compensated_cs"`, `"mp_cat"`, `"normalized"`,
-            `"lerp"`, `"token_gates"`, and the methods that were registered with [`register_skip_method`].
+            scalar per skip, which starts at 1. Not from the paper: `"compensated_cs"`, `"mp_cat"`, `"linear"`,
+            `"normalized"`, `"lerp"`, `"token_gates"`, and the methods that were registered with
+            [`register_skip_method`].
         kappa: a number in (0, 1], 0.9 by default. `"auto"` solves sum k_i^2 = 5, the paper's upper estimate.
         reverse: for `cs`: k_i = kappa**(N-i+1), the paper's ablation (Table 4).
         shared: for `ls`: one gate for all skips of the same width, as in the paper, instead of one per skip.
@@ -64,14 +65,16 @@ class SkipScalingConfig:
         f"method: one of {', '.join(METHODS)}",
         flag="skip_scaling",
         metavar="METHOD",
+        common=True,
         on_resume="fixed",
     )
     kappa: float | Literal["auto"] | None = _field(
         "kappa",
-        "for cs, constant and compensated_cs: in (0, 1], or 'auto', which solves S = 5",
+        "for cs, constant, compensated_cs and linear: in (0, 1], or 'auto', which solves S = 5",
         flag="kappa",
         above=0,
         at_most=1,
+        common=True,
     )
     reverse: bool | None = _field("reverse", "for cs: k_i = kappa^(N-i+1)")
     shared: bool | None = _field("shared", "for ls: one gate for all skips of the same width")
@@ -132,7 +135,7 @@ class SkipScalingConfig:
 
     def resolve(self, num_skips: int, gate_axis: str) -> "SkipScalingConfig":
         """Return the config for a model with `num_skips` skips, with every `"auto"` replaced by its value."""
-        if self.method in ("cs", "compensated_cs") and num_skips == 1 and not self.reverse:
+        if self.method in ("cs", "compensated_cs", "linear") and num_skips == 1 and not self.reverse:
             raise UserError(
                 f"method {self.method!r} cannot scale a model with one long skip, as k_1 = 1; use 'constant'"
             )
@@ -164,7 +167,7 @@ class SkipScalingConfig:
         try:
             own = METHODS[cls(fields["method"]).method].fields
             options = {name: fields.pop(name) for name in own if name in fields and name not in _TYPED_FIELDS}
-            accepted = ("method", *sorted(_TYPED_FIELDS), *own)
+            accepted = dict.fromkeys(("method", *sorted(_TYPED_FIELDS), *own))
             if unknown := [name for name in fields if name not in accepted]:
                 raise UserError(
                     f"unknown skip_scaling field {unknown[0]!r}{did_you_mean(unknown[0], accepted)}; accepted: "

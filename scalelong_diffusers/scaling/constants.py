@@ -39,22 +39,22 @@ class ConstantWeights(SkipMix):
 
 @register_skip_method("none", has_parameters=False)
 def no_scaling(skip: LongSkip) -> ConstantFactor:
-    return _paper_factor(skip, "none")
+    return _factor(skip, "none")
 
 
 @register_skip_method("inv_sqrt2", has_parameters=False)
 def inverse_square_root_of_two(skip: LongSkip) -> ConstantFactor:
-    return _paper_factor(skip, "inv_sqrt2")
+    return _factor(skip, "inv_sqrt2")
 
 
 @register_skip_method("constant", has_parameters=False)
 def universal_scaling(skip: LongSkip, kappa: float = 0.9) -> ConstantFactor:
-    return _paper_factor(skip, "constant", kappa)
+    return _factor(skip, "constant", kappa)
 
 
 @register_skip_method("cs", has_parameters=False)
 def constant_scaling(skip: LongSkip, kappa: float = 0.9, reverse: bool = False) -> ConstantFactor:
-    return _paper_factor(skip, "cs", kappa, reverse)
+    return _factor(skip, "cs", kappa, reverse)
 
 
 @register_skip_method("compensated_cs", has_parameters=False)
@@ -74,5 +74,11 @@ def magnitude_preserving_concatenation(skip: LongSkip, balance: float = 0.5) -> 
     )
 
 
-def _paper_factor(skip: LongSkip, method: str, kappa: float | None = None, reverse: bool | None = None):
+@register_skip_method("linear", has_parameters=False)
+def linear_scaling(skip: LongSkip, kappa: float = 0.9) -> ConstantFactor:
+    """k_i falls evenly from 1 for the outermost skip to kappa for the deepest, as in Skip-Tuning."""
+    return _factor(skip, "linear", kappa)
+
+
+def _factor(skip: LongSkip, method: str, kappa: float | None = None, reverse: bool | None = None):
     return ConstantFactor(skip, skip_factors(method, skip.count, kappa, reverse)[skip.index - 1])

@@ -18,6 +18,8 @@ def skip_factors(method: str, num_skips: int, kappa: float | None = None, revers
         return [kappa ** (num_skips - i + 1) for i in range(1, num_skips + 1)]
     if method == "cs":  # equation 8
         return [kappa ** (i - 1) for i in range(1, num_skips + 1)]
+    if method == "linear":  # Skip-Tuning
+        return [1 + (kappa - 1) * (i - 1) / (num_skips - 1) for i in range(1, num_skips + 1)]
     return num_skips * [{"none": 1.0, "inv_sqrt2": 2**-0.5, "constant": kappa}[method]]
 
 
@@ -32,8 +34,15 @@ def solve_kappa(target: float, num_skips: int, method: str = "cs", reverse: bool
         raise UserError(f"the target for S must be above 1, the share of the outermost skip, got {target}")
     if num_skips <= target:
         return 1.0
+
+    def energy(kappa: float) -> float:
+        return math.fsum(k * k for k in skip_factors(method, num_skips, kappa, reverse))
+
+    if energy(0.0) > target:
+        raise UserError(
+            f"no kappa gives S = {target:g} for the method {method!r} and {num_skips} skips: pass a number"
+        )
     low, high = 0.0, 1.0
     while (kappa := (low + high) / 2) not in (low, high):
-        energy = math.fsum(k * k for k in skip_factors(method, num_skips, kappa, reverse))
-        low, high = (kappa, high) if energy < target else (low, kappa)
+        low, high = (kappa, high) if energy(kappa) < target else (low, kappa)
     return kappa

@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, parse_flag_from_env
 from diffusers.utils import logging as diffusers_logging
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers.utils import logging as transformers_logging
 
 from scalelong_diffusers.errors import UserError, did_you_mean
@@ -21,12 +22,16 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     # Models are loaded and saved often. Their progress bars would hide the error message that ends a run.
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
+    fsdp_plugin = _fsdp_plugin()
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         log_with=None if tracker == "none" else tracker,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / config.monitoring.logging_dir),
+        fsdp_plugin=fsdp_plugin,
     )
+    if fsdp_plugin is not None:
+        _set_up_sharding(accelerator, fsdp_plugin)
     _check_processes(accelerator)
     if accelerator.gradient_accumulation_steps != options.gradient_accumulation_steps:
         raise UserError(
@@ -38,11 +43,51 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
+# The names of engines in accelerate's environment variables.
+_OTHER_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+_ACCEPTED = "accepted: DDP, or FSDP2, which divides the weights (--use_fsdp --fsdp_version 2)"
+
+
+def _fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
+    """Return accelerate's settings of FSDP2, or None without FSDP. Raise a `UserError` for what is not supported."""
+    for key, engine in _OTHER_ENGINES.items():
+        if parse_flag_from_env(f"ACCELERATE_USE_{key}"):
+            raise UserError(f"accelerate is configured for {engine}, which the scripts do not support; {_ACCEPTED}")
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return None
+    version = os.environ.get("FSDP_VERSION", "1")  # accelerate's default
+    if version != "2":
+        raise UserError(f"accelerate is configured for FSDP version {version}; {_ACCEPTED}")
+    plugin = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"),
+        # Otherwise transformers would load text encoders in the first process only.
+        cpu_ram_efficient_loading=False,
+    )
+    if plugin.activation_checkpointing:
+        raise UserError("fsdp_activation_checkpointing is not supported: use --gradient_checkpointing of the script")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise UserError("fsdp_offload_params is not supported, because each step would wait for the device")
+    return plugin
+
+
+def _set_up_sharding(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin):
+    """Set the dtypes of FSDP2 as in DDP: inputs stay in float32, and so does the sum of gradients."""
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:  # accelerate shards on devices only, torch anywhere
+        accelerator.state.fsdp_plugin = plugin
+        for state in (accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision),
+        reduce_dtype=torch.float32 if accelerator.mixed_precision != "no" else None,
+        cast_forward_inputs=False,  # bf16 would round the timesteps
+    )
+
+
 def _check_processes(accelerator: Accelerator):
-    """Raise a `UserError` if the processes do not know each other, or are not plain DDP."""
-    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    """Raise a `UserError` if the processes do not know each other, or use an engine that is not supported."""
+    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
     if accelerator.distributed_type not in supported:
-        raise UserError(f"the scripts train with DDP, but accelerate uses {accelerator.distributed_type.value}")
+        raise UserError(f"accelerate uses {accelerator.distributed_type.value}; {_ACCEPTED}")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != accelerator.num_processes:
         raise UserError(

@@ -2,6 +2,8 @@
 The `checkpoint-<step>` folders of a run: written atomically, and verified before they are trusted.
 
 A checkpoint holds weights and EMA weights, mostly as model folders, the optimizer's state, and the run's progress.
+With FSDP2, each process writes its shards of all tensors instead, unless accelerate is configured for a full state
+dict. Any run resumes from either.
 """
 
 import dataclasses
@@ -9,12 +11,14 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -23,8 +27,11 @@ from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import PARTIAL, checksum, read_json_file, sync, write_json
 from scalelong_diffusers.hub.adapters import LORA_FILE, SCALING_FILE, adapter_names
+from scalelong_diffusers.processes import full, processes, run_on_main_process
 from scalelong_diffusers.training.monitoring import METRICS_FILE
+from scalelong_diffusers.training.power_ema import SNAPSHOTS_FOLDER, PowerEMA
 from scalelong_diffusers.training.settings import SETTINGS_FILE
+from scalelong_diffusers.training.sharding import fill
 from scalelong_diffusers.training.step import is_fused
 
 
@@ -51,23 +58,19 @@ class Checkpoints:
         """
         Write a checkpoint to a temporary folder, sync and rename it, and remove the oldest ones beyond the limit.
 
-        If the process is killed at any point, all earlier checkpoints are still complete.
+        If a process is killed at any point, all earlier checkpoints are still complete. All processes call this, and
+        `write` is called in all of them.
         """
-        partial = self.folder / f"{PARTIAL}{step}"
+        partial, final = self.folder / f"{PARTIAL}{step}", self.path(step)
         try:
-            partial.mkdir(parents=True)
+            run_on_main_process(lambda: partial.mkdir(parents=True))
             write(partial)
-            files = sorted(path for path in partial.rglob("*") if path.is_file())
-            checksums = {path.relative_to(partial).as_posix(): checksum(path) for path in files}
-            write_json(partial / CHECKSUMS_FILE, checksums)
-            for path in [*partial.rglob("*"), partial]:
-                sync(path)
-            final = self.path(step)
-            replace_folder(partial, final)
+            run_on_main_process(lambda: _complete(partial, final))
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            if processes().is_main_process:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._remove_beyond_limit(final)
+        run_on_main_process(lambda: self._remove_beyond_limit(final))
         return final
 
     def steps(self) -> list[int]:
@@ -125,6 +128,16 @@ class Checkpoints:
         return f"{self.folder} has {names or 'no checkpoints'}"
 
 
+def _complete(partial: Path, final: Path):
+    """Write the checksums of a checkpoint, sync it and give it its name."""
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    checksums = {path.relative_to(partial).as_posix(): checksum(path) for path in files}
+    write_json(partial / CHECKSUMS_FILE, checksums)
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    replace_folder(partial, final)
+
+
 def damage(checkpoint: Path) -> str | None:
     """Describe the damage of a checkpoint, or return None if every file has its original content."""
     try:
@@ -167,7 +180,7 @@ def check_folder(checkpoints: Checkpoints, is_new: bool):
             "folder"
         )
     contents = {DiffusionPipeline.config_name: "a pipeline", SCALING_FILE: "an adapter", LORA_FILE: "an adapter"}
-    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE)
+    logs = () if _is_run(folder) else (SETTINGS_FILE, METRICS_FILE, SNAPSHOTS_FOLDER)
     contents |= {name: f"{name}, which the run would replace" for name in (*logs, *_COMPONENTS)}
     for name, what in contents.items():
         if (folder / name).exists():
@@ -200,17 +213,24 @@ FORMAT_VERSION = 2
 _STATE_FILE = "state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _TRAINED_FILE = "trained.safetensors"
+_SHARDS_FOLDER = "shards"
+_OPTIMIZER_PREFIX = "optimizer/"
+_POWER_EMA_FILE = "power_ema.safetensors"
 
 
 def save_state(run: "TrainingRun", folder: Path):
-    """Write everything that resuming a run needs."""
-    for name, module in run.modules.items():
-        _save_weights(module, folder / name)
-        if run.ema is not None:
-            with run.evaluating():
-                _save_weights(module, folder / f"{name}_ema")
+    """Write everything that resuming a run needs. All processes call this."""
     tensors, numbers = _optimizer_state(run)
-    save_file(tensors, folder / _OPTIMIZER_FILE)
+    if run.writes_shards:
+        tensors = {f"{_OPTIMIZER_PREFIX}{key}": tensor for key, tensor in tensors.items()}
+        _write_shards({**_sharded_state(run, run.ema is not None), **tensors}, folder / _SHARDS_FOLDER)
+    else:
+        _write_models(run, folder)
+        tensors = _gathered(tensors)
+        run_on_main_process(lambda: _save_tensors(tensors, folder / _OPTIMIZER_FILE))
+    if run.optimizer_step.power_ema is not None:
+        averages = run.optimizer_step.power_ema.state()
+        run_on_main_process(lambda: _save_tensors(averages, folder / _POWER_EMA_FILE))
     scaler = run.accelerator.scaler
     state = {
         "format_version": FORMAT_VERSION,
@@ -221,7 +241,7 @@ def save_state(run: "TrainingRun", folder: Path):
         "scaler": None if scaler is None else scaler.state_dict(),
         "progress": dataclasses.asdict(run.progress),
     }
-    (folder / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+    run_on_main_process(lambda: (folder / _STATE_FILE).write_text(json.dumps(state, indent=2) + "\n"))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -237,16 +257,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def load_state(run: "TrainingRun", folder: Path, state: dict[str, Any]):
     """Restore a run from a checkpoint."""
-    for name, module in run.modules.items():
-        if run.ema is not None:
-            # If the checkpoint has no EMA weights, the average starts from its weights.
-            _load_weights(module, folder / (name if state["ema_steps"] is None else f"{name}_ema"))
+    read = _read_shards if (folder / _SHARDS_FOLDER).is_dir() else _read_models
+    read(run, folder, state)
     if run.ema is not None:
-        run.ema.shadow_params = [parameter.detach().clone() for parameter in run.optimizer_step.parameters]
         run.ema.optimization_step = state["ema_steps"] or 0
-    for name, module in run.modules.items():
-        _load_weights(module, folder / name)
-    _load_optimizer_state(run, load_file(folder / _OPTIMIZER_FILE), state["optimizer"])
+    if run.optimizer_step.power_ema is not None:
+        _load_power_ema(run.optimizer_step.power_ema, folder / _POWER_EMA_FILE, state["step"])
     if run.accelerator.scaler is not None and state["scaler"] is not None:
         run.accelerator.scaler.load_state_dict(state["scaler"])
     run.global_step = state["step"]
@@ -254,43 +270,145 @@ def load_state(run: "TrainingRun", folder: Path, state: dict[str, Any]):
     run.optimizer_step.set_nonfinite_in_a_row(run.progress.nonfinite_in_a_row)
 
 
+def _load_power_ema(averages: PowerEMA, file: Path, step: int):
+    if not file.is_file():
+        raise UserError(
+            f"{file.parent} has no averages for --ema_snapshot_steps, which must be kept from the first step: omit "
+            "the flag, or start a new run"
+        )
+    averages.load(load_file(file), step)
+
+
+# Whole models
+
+
+def _gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the whole tensors in the main process, and nothing in the others."""
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = full(tensor)
+        if processes().is_main_process:
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def _write_models(run: "TrainingRun", folder: Path):
+    """Let the main process write each model, and each model with EMA weights, as `from_pretrained` loads it."""
+
+    def write(suffix: str):
+        for name, module in run.modules.items():
+            _save_weights(module, folder / f"{name}{suffix}")
+
+    with run.evaluating(with_ema=False):
+        run_on_main_process(lambda: write(""))
+    if run.ema is not None:
+        with run.evaluating():
+            run_on_main_process(lambda: write("_ema"))
+
+
+def _read_models(run: "TrainingRun", folder: Path, state: dict[str, Any]):
+    if run.ema is not None:
+        # If the checkpoint has no EMA weights, the average starts from its weights.
+        for name in run.modules:
+            _load_weights(run, name, folder / (name if state["ema_steps"] is None else f"{name}_ema"))
+        run.ema.shadow_params = run.optimizer_step.copy_parameters()
+    for name in run.modules:
+        _load_weights(run, name, folder / name)
+    _load_optimizer_state(run, load_file(folder / _OPTIMIZER_FILE), state["optimizer"])
+
+
 def _save_weights(module: nn.Module, folder: Path):
     """Save a model as `from_pretrained` loads it, or only the trained weights of one with an adapter."""
     if adapter_names(module):
         folder.mkdir()
-        save_file(_trained_weights(module), folder / _TRAINED_FILE)
+        _save_tensors(_trained_weights(module), folder / _TRAINED_FILE)
     else:
         module.save_pretrained(folder)
 
 
-def _load_weights(module: nn.Module, folder: Path):
+def _load_weights(run: "TrainingRun", name: str, folder: Path):
+    module, trained = run.modules[name], run.trained[name]
     if adapter_names(module):
-        trained = load_file(folder / _TRAINED_FILE)
-        if missing := _trained_weights(module).keys() ^ trained.keys():
+        weights, expected = load_file(folder / _TRAINED_FILE), _trained_weights(trained)
+        if missing := expected.keys() ^ weights.keys():
             raise UserError(f"{folder} was trained with another adapter: only one of them has {sorted(missing)[0]}")
-        module.load_state_dict(trained, strict=False)
-        return
-    saved = load_model(type(module), folder, f"the {folder.name} of {folder.parent}", dtype=module.dtype)
-    module.load_state_dict(saved.state_dict())
+    else:
+        saved = load_model(type(module), folder, f"the {folder.name} of {folder.parent}", dtype=module.dtype)
+        weights, expected = saved.state_dict(), trained.state_dict()
+    for key, tensor in expected.items():
+        fill(tensor, weights[key])
 
 
 def _trained_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().contiguous() for name, p in module.named_parameters() if p.requires_grad}
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], file: Path):
+    written = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in written:
+            tensor = tensor.clone()  # 8-bit Adam shares tables between parameters, and safetensors refuses that
+        written.add(tensor.data_ptr())
+        tensors[name] = tensor.contiguous()  # safetensors refuses other memory formats
+    save_file(tensors, file)
+
+
+# Shards, with torch's distributed checkpoints in safetensors files
+
+
+def _sharded_state(run: "TrainingRun", with_ema: bool) -> dict[str, torch.Tensor]:
+    """Return weights and EMA weights by the names that they have in shards."""
+    tensors = {}
+    for name, model in run.trained.items():
+        weights = _trained_weights(model) if adapter_names(run.modules[name]) else model.state_dict()
+        tensors |= {f"{name}/{key}": tensor for key, tensor in weights.items()}
+    if with_ema:
+        tensors |= {f"ema/{key}": t for key, t in zip(run.optimizer_step.named_parameters, run.ema.shadow_params)}
+    return tensors
+
+
+def _write_shards(tensors: dict[str, torch.Tensor], folder: Path):
+    try:
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except dcp.CheckpointException as error:  # in all processes
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise OSError(f"process {rank}: {reason}") from error
+
+
+def _read_shards(run: "TrainingRun", folder: Path, state: dict[str, Any]):
+    reader = dcp.HuggingFaceStorageReader(str(folder / _SHARDS_FOLDER))
+    stored = reader.read_metadata().state_dict_metadata
+    has_ema = run.ema is not None and state["ema_steps"] is not None
+    weights = _sharded_state(run, has_ema)
+    if missing := weights.keys() - stored.keys():
+        raise UserError(f"{folder} was trained with another adapter: it does not have {min(missing)}")
+    optimizer = {
+        key: _empty_optimizer_entry(run, key, entry.size, entry.properties.dtype)
+        for key, entry in stored.items()
+        if key.startswith(_OPTIMIZER_PREFIX)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+        dcp.load({**weights, **optimizer}, storage_reader=reader)
+    if run.ema is not None and not has_ema:  # the average starts from the weights
+        run.ema.shadow_params = run.optimizer_step.copy_parameters()
+    tensors = {key.removeprefix(_OPTIMIZER_PREFIX): tensor for key, tensor in optimizer.items()}
+    _load_optimizer_state(run, tensors, state["optimizer"])
+
+
+def _empty_optimizer_entry(run: "TrainingRun", key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor for an entry of the optimizer's state, sharded like its parameter if it has its shape."""
+    parameter = run.optimizer_step.named_parameters[key.removeprefix(_OPTIMIZER_PREFIX).rpartition("/")[0]]
+    return torch.empty_like(parameter, dtype=dtype) if size == parameter.shape else torch.empty(size, dtype=dtype)
 
 
 def _optimizer_state(run: "TrainingRun") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors and the other values in the optimizer's state, by parameter name and key."""
     names = {id(parameter): name for name, parameter in run.optimizer_step.named_parameters.items()}
-    tensors, numbers, written = {}, {}, set()
+    tensors, numbers = {}, {}
     for parameter, entries in run.optimizer_step.optimizer.state.items():
         for key, value in entries.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.data_ptr() in written:
-                value = value.clone()  # 8-bit Adam shares tables between parameters, and safetensors refuses that
-            if is_tensor:
-                written.add(value.data_ptr())
-                value = value.contiguous()  # safetensors refuses other memory formats
-            (tensors if is_tensor else numbers)[f"{names[id(parameter)]}/{key}"] = value
+            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{names[id(parameter)]}/{key}"] = value
     return tensors, numbers
 
 
@@ -303,5 +421,5 @@ def _load_optimizer_state(run: "TrainingRun", tensors: dict[str, torch.Tensor], 
         if isinstance(value, torch.Tensor) and (entry != "step" or is_fused(optimizer)):
             value = value.to(parameter.device)
             if value.shape == parameter.shape:
-                value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its memory format
+                value = fill(torch.empty_like(parameter, dtype=value.dtype), value)  # in its memory format
         optimizer.state[parameter][entry] = value

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from diffusers.optimization import SchedulerType
 
 from scalelong_diffusers.data import DataConfig
-from scalelong_diffusers.download import check_repo_id
+from scalelong_diffusers.download import check_repo_id, use_cache_if_offline
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.skip_init import SKIP_INITS
 from scalelong_diffusers.noise import OPTIONS_OF, NoiseConfig
@@ -20,6 +20,7 @@ from scalelong_diffusers.options import (
     as_flags,
     build_config,
     check_options,
+    flat_options,
     nested_config,
     option,
     options_of,
@@ -38,17 +39,37 @@ BUILT_IN_STARTS = {
     "uvit": {"skip_init": "sum", "zero_init_residual": False, "skip_lr_scale": 0.1},
     "unet": {"skip_init": "zero", "zero_init_residual": True, "skip_lr_scale": 1.0},
 }
+BUILT_IN_STARTS["tiny"] = BUILT_IN_STARTS["uvit"]
+# The settings with which `--model_type tiny` learns fast, mostly as in `make demo`.
+TINY_TRAINING = {
+    "max_train_steps": 3000,
+    "train_batch_size": 32,
+    "learning_rate": 4e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "adam_beta2": 0.99,
+    "adam_weight_decay": 0.03,
+    "ema_decay": 0.998,
+    # Predicting the clean image with a loss weighted by the SNR is learned fastest.
+    "prediction_type": "sample",
+    "snr_gamma": 1.0,
+    "ddpm_beta_schedule": "squaredcos_cap_v2",
+    "skip_scaling": "none",
+    "sample_steps": 500,
+    "validation_steps": 500,
+}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     preset: str | None = option(
         None, "start from an experiment of the paper (see scalelong presets); other flags override it",
-        metavar="NAME", on_resume="fixed",
+        metavar="NAME", on_resume="fixed", common=True,
     )  # fmt: skip
     model_type: str | None = option(
-        None, "built-in small model if no config or preset is given (default: uvit)",
-        choices=("uvit", "unet"), on_resume="fixed",
+        None, "built-in small model if no config or preset is given (default: uvit); tiny: a U-ViT and settings for a "
+        "run of minutes on a CPU",
+        choices=("uvit", "unet", "tiny"), on_resume="fixed", common=True,
     )  # fmt: skip
     model_config_name_or_path: str | None = option(
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
@@ -78,7 +99,10 @@ class ModelConfig:
         on_resume="fixed",
     )  # fmt: skip
     pretrained_vae_model_name_or_path: str | None = option(
-        None, "folder or Hub id of an AutoencoderKL; the model is trained on its latents", metavar="PATH"
+        None,
+        "folder or Hub id of an AutoencoderKL; the model is trained on its latents",
+        metavar="PATH",
+        common=True,
     )
     latent_scale: float | None = option(
         None, "factor that scales the latents (default: the autoencoder's own)", **LATENT_SCALE
@@ -105,7 +129,7 @@ class OptimizationConfig:
     seed: int = option(0, "seed of weights, data order, noise and samples", at_least=0, at_most=2**63 - 1)
     train_batch_size: int | None = option(
         None, "images per process and forward pass (default: 16, or derived from --total_batch_size)",
-        at_least=1, at_most=1_000_000, on_resume="free",
+        at_least=1, at_most=1_000_000, on_resume="free", common=True,
     )  # fmt: skip
     total_batch_size: int | None = option(
         None, "images per optimizer step over all processes and accumulations, instead of --train_batch_size",
@@ -116,9 +140,13 @@ class OptimizationConfig:
     )
     num_train_epochs: int = option(100, "number of epochs", at_least=1, at_most=1_000_000, on_resume="free")
     max_train_steps: int | None = option(
-        None, "number of optimizer steps; overrides --num_train_epochs", at_least=1, at_most=10**9
+        None,
+        "number of optimizer steps; overrides --num_train_epochs",
+        at_least=1,
+        at_most=10**9,
+        common=True,
     )
-    learning_rate: float = option(2e-4, "peak learning rate", at_least=1e-12, at_most=1)
+    learning_rate: float = option(2e-4, "peak learning rate", at_least=1e-12, at_most=1, common=True)
     lr_scheduler: str = option("constant_with_warmup", "learning rate schedule", choices=LR_SCHEDULERS)
     lr_warmup_steps: int = option(
         500, "number of optimizer steps until the peak learning rate", at_least=0, at_most=10**9
@@ -143,12 +171,20 @@ class OptimizationConfig:
     ema_decay: float = option(
         0.9999, "maximum EMA decay; it ramps up as (1 + step) / (10 + step)", at_least=0, below=1
     )
+    ema_snapshot_steps: int | None = option(
+        None, "keep two more averages and save snapshots of them every N steps, from which `scalelong ema` makes EMA "
+        "weights of any length after training (default: never)", at_least=1, at_most=10**9,
+    )  # fmt: skip
     mixed_precision: str | None = option(
         None, "compute in this dtype; the weights stay in fp32 (default: accelerate's configuration)",
-        choices=("no", "fp16", "bf16"),
+        choices=("no", "fp16", "bf16"), common=True,
     )  # fmt: skip
     gradient_checkpointing: bool = option(False, "save memory by recomputing activations", on_resume="free")
     compile: bool = option(False, "compile the model with torch.compile", on_resume="free")
+    compile_repeated_blocks: bool = option(
+        False, "with --compile: compile the repeated blocks of a model, which takes a fraction of the time; models "
+        "without repeated blocks are compiled as a whole", on_resume="free",
+    )  # fmt: skip
     allow_tf32: bool = option(False, "allow TF32 matrix products, which are faster on Ampere GPUs and later")
     skip_scaling_warmup_steps: int | None = option(
         None,
@@ -166,6 +202,8 @@ class OptimizationConfig:
 
     def __post_init__(self):
         check_options(self)
+        if self.compile_repeated_blocks and not self.compile:
+            raise UserError("--compile_repeated_blocks needs --compile")
 
 
 @dataclass(frozen=True)
@@ -176,7 +214,12 @@ class MonitoringConfig:
         at_least=0, at_most=10**9, on_resume="free",
     )  # fmt: skip
     sample_steps: int = option(
-        1000, "save a sample grid every N steps (0: never)", at_least=0, at_most=10**9, on_resume="free"
+        1000,
+        "save a sample grid every N steps (0: never)",
+        at_least=0,
+        at_most=10**9,
+        on_resume="free",
+        common=True,
     )
     num_samples: int = option(16, "images in a sample grid", at_least=1, at_most=10_000, on_resume="free")
     # More do not fit a DPM-Solver for 1000 training timesteps.
@@ -202,7 +245,9 @@ class MonitoringConfig:
         at_least=0, at_most=10**9, on_resume="free",
     )  # fmt: skip
     report_to: str = option(
-        "none", "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed", on_resume="free"
+        "none",
+        "tracker, such as tensorboard, wandb or trackio; 'all' uses all that are installed",
+        on_resume="free",
     )
     tracker_project_name: str = option("scalelong", "project name in trackers", on_resume="free")
     logging_dir: str = option("logs", "folder inside --output_dir for tracker files", on_resume="free")
@@ -218,7 +263,10 @@ class MonitoringConfig:
 @dataclass(frozen=True)
 class OutputConfig:
     output_dir: str = option(
-        "scalelong-model", "folder for the pipeline, checkpoints, samples and logs", on_resume="free"
+        "scalelong-model",
+        "folder for the pipeline, checkpoints, samples and logs",
+        on_resume="free",
+        common=True,
     )
     checkpointing_steps: int = option(
         1000, "save a checkpoint every N steps", at_least=1, at_most=10**9, on_resume="free"
@@ -231,9 +279,10 @@ class OutputConfig:
         "resume a run from its latest checkpoint or from the one at PATH",
         metavar="latest|PATH",
         on_resume="free",
+        common=True,
     )
     allow_changed_settings: bool = option(False, "resume even if settings have changed", on_resume="free")
-    push_to_hub: bool = option(False, "push the pipeline to the Hub after training", on_resume="free")
+    push_to_hub: bool = option(False, "push the pipeline to the Hub after training", on_resume="free", common=True)
     hub_model_id: str | None = option(
         None, "repository to push to (default: the name of --output_dir)", metavar="USER/NAME", on_resume="free"
     )
@@ -319,6 +368,8 @@ class TrainingConfig(RunConfig):
 
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if values.get("model_type") == "tiny":
+            return _without_batch_size(TINY_TRAINING, values)
         if values.get("preset") is None:
             return {}
         preset = get_preset(values["preset"])
@@ -326,11 +377,16 @@ class TrainingConfig(RunConfig):
             script = preset.task.replace("-", "_")
             accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
             raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
-        implied = dict(preset.training)
-        if values.get("train_batch_size") is not None:
-            implied.pop("total_batch_size", None)
+        implied = _without_batch_size(preset.training, values)
         used = OPTIONS_OF.get(values.get("prediction_type"), implied)
         return {flag: value for flag, value in implied.items() if flag in used or flag not in OPTIONS_OF["epsilon"]}
+
+
+def _without_batch_size(implied: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return implied options without a batch size if the passed options have one."""
+    sizes = ("train_batch_size", "total_batch_size")
+    is_set = any(values.get(name) is not None for name in sizes)
+    return {name: value for name, value in implied.items() if not (is_set and name in sizes)}
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -358,7 +414,8 @@ def make_config(config_class: type[Config], **values) -> Config:
 
 def make_parser(config_class: type[RunConfig], description: str) -> ArgumentParser:
     """Return a parser with a flag for every option of a config class."""
-    parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip())
+    common = [flag for flag, _, details in options_of(config_class) if details.common]
+    parser = ArgumentParser(usage="%(prog)s [options]", description=description.strip(), common=common)
     add_options(parser, config_class, "this script")
     default = config_class.default_skip_scaling or "the scaling of the pipeline, or ls if it has none"
     add_options(parser, SkipScalingConfig, "skip scaling", f"default of --skip_scaling: {default}", optional=True)
@@ -384,6 +441,12 @@ def parse_config(config_class: type[Config], description: str, argv: Sequence[st
     parser = make_parser(config_class, description)
     values = vars(parser.parse_args(argv))
     try:
-        return make_config(config_class, **values)
+        config = make_config(config_class, **values)
+        use_cache_if_offline(
+            value
+            for flag, value in flat_options(config).items()
+            if value is not None and (flag == "dataset_name" or flag.endswith("_name_or_path"))
+        )
+        return config
     except UserError as error:
         parser.error(as_flags(str(error), [flag for flag, _, _ in options_of(config_class)]))

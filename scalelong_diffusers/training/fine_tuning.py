@@ -51,7 +51,7 @@ class FineTuningDataConfig(DataConfig):
     There is no default dataset, because it would spoil a trained model.
     """
 
-    dataset_name: str | None = option(None, "dataset on the Hub")
+    dataset_name: str | None = option(None, "dataset on the Hub", common=True)
     num_shapes: int | None = option(
         None, "try the script with this many of the built-in colored shapes", at_least=2, at_most=MAX_SHAPES
     )
@@ -60,6 +60,7 @@ class FineTuningDataConfig(DataConfig):
         "scale and crop images to this width and height in pixels (default: the pipeline's own)",
         at_least=1,
         at_most=MAX_RESOLUTION,
+        common=True,
     )
 
     def check_is_given(self):
@@ -82,6 +83,8 @@ class FineTuning:
         self.run = run
         self.config = config = run.config
         self.source = config.pretrained_model_name_or_path
+        if config.use_8bit_adam and run.accelerator.is_fsdp2:
+            raise UserError("--use_8bit_adam does not read the sharded weights of FSDP2: leave it out, or use DDP")
         if config.lora_rank is not None:
             self._check_lora()
         self.pipe = load_stable_diffusion(self.source).to(run.device)

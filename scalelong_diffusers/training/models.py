@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.training.config import ModelConfig, TrainingConfig
 
 
-# The built-in models have about ten million parameters.
+# The built-in models have about ten million parameters, and the tiny one half a million.
 _SMALL_UVIT = {"hidden_size": 256, "num_layers": 12, "num_attention_heads": 4, "block_scale": "rezero"}
+_TINY_UVIT = {"hidden_size": 64, "num_layers": 12, "num_attention_heads": 4, "mlp_ratio": 2.0, "block_scale": "rezero"}
 _SMALL_UNET = {
     "block_out_channels": (64, 128, 128),
     "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
@@ -44,7 +46,7 @@ _SMALL_TEXT_UNET = {
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
     "attention_head_dim": 4,  # the number of heads, despite its name in diffusers
 }
-_MAX_PATCHES_PER_SIDE = 16
+_MAX_PATCHES_PER_SIDE, _MAX_TINY_PATCHES_PER_SIDE = 16, 8
 # Flags that override the config of a U-ViT.
 _UVIT_FLAGS = ("hidden_size", "mup_base_width", "mup_base_depth")
 _DEFAULT_START = {"skip_init": REFERENCE, "zero_init_residual": False}
@@ -132,19 +134,22 @@ def _small_model(options: ModelConfig, resolution: int, config: dict[str, Any]) 
     if options.model_type == "unet":
         return _build(ScaleLongUNet2DModel, {**_SMALL_UNET, **config}, options, "the built-in U-Net")
     size = config["sample_size"]
-    patch = _patch_size(size)
+    is_tiny = options.model_type == "tiny"
+    patch_size = partial(_patch_size, max_patches=_MAX_TINY_PATCHES_PER_SIDE if is_tiny else _MAX_PATCHES_PER_SIDE)
+    patch = patch_size(size)
     if patch is None:
-        nearest = min(filter(_patch_size, range(4, size + 9)), key=lambda n: abs(n - size))
+        nearest = min(filter(patch_size, range(4, size + 17)), key=lambda n: abs(n - size))
         raise UserError(
             f"--resolution {resolution} is not divisible into patches for the small U-ViT; the nearest resolution "
             f"that is divisible: {nearest * (resolution // size)}"
         )
-    return _build(UViTModel, {"patch_size": patch, **_SMALL_UVIT, **config}, options, "the built-in U-ViT")
+    small = _TINY_UVIT if is_tiny else _SMALL_UVIT
+    return _build(UViTModel, {"patch_size": patch, **small, **config}, options, "the built-in U-ViT")
 
 
-def _patch_size(size: int) -> int | None:
-    """Return the smallest patch size with 4 to 16 patches per side; 1 only for the smallest images."""
-    sizes = [p for p in range(2, size // 4 + 1) if size % p == 0 and size // p <= _MAX_PATCHES_PER_SIDE]
+def _patch_size(size: int, max_patches: int) -> int | None:
+    """Return the smallest patch size with 4 to `max_patches` patches per side; 1 only for the smallest images."""
+    sizes = [p for p in range(2, size // 4 + 1) if size % p == 0 and size // p <= max_patches]
     return sizes[0] if sizes else (1 if 4 <= size < 8 else None)
 
 

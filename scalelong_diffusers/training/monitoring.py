@@ -36,7 +36,8 @@ from scalelong_diffusers.evaluation.metrics import FeatureStatistics, check_feat
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
 from scalelong_diffusers.files import atomic_write, without_infinities
 from scalelong_diffusers.pipelines.base import NonFiniteImages
-from scalelong_diffusers.pipelines.sampling import grid, save_image
+from scalelong_diffusers.pipelines.grids import draw_grid
+from scalelong_diffusers.pipelines.sampling import save_image
 from scalelong_diffusers.processes import WorkSkipped
 
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from scalelong_diffusers.training.run import LossesOf, MakeImages, TrainingRun
 
 BINS = 10
+# The trackers of accelerate that take images, with the options that they need for it.
+_IMAGE_TRACKERS = {"tensorboard": {"dataformats": "NHWC"}, "wandb": {}, "swanlab": {}}
 SAMPLES_FOLDER, METRICS_FILE = "samples", "metrics.jsonl"
 
 
@@ -80,13 +83,18 @@ def _mean_losses(run: "TrainingRun", losses_of: "LossesOf") -> tuple[float, list
     return sum(totals) / sum(counts), per_bin
 
 
-def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int):
+def save_sample_grid(run: "TrainingRun", make_images: "MakeImages", count: int, titles: Sequence[str] | None):
     """Save a grid of images made with EMA weights as `samples/step-<step>.png`, unless they are not finite."""
 
     def save(images: list[Image.Image]):
         folder = run.folder / SAMPLES_FOLDER
         folder.mkdir(exist_ok=True)
-        save_image(grid(images, columns=None), folder / f"step-{run.global_step:06d}.png")
+        picture = draw_grid(images, titles)
+        save_image(picture, folder / f"step-{run.global_step:06d}.png")
+        for tracker in run.accelerator.trackers:
+            if tracker.name in _IMAGE_TRACKERS:
+                pixels = np.asarray(picture)[None]
+                tracker.log_images({"samples": pixels}, step=run.global_step, **_IMAGE_TRACKERS[tracker.name])
 
     with run.evaluating():
         try:

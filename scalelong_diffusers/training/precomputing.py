@@ -107,14 +107,16 @@ class _RowsToEncode:
     def read(self, index: int, draws: Draws) -> dict[str, Any]:
         columns = {"unreadable": None}
         try:
-            columns |= ImageRows(self.source, self.transform, self.has_labels, False).read(index, draws)
+            columns |= ImageRows(self.source, self.transform, self.has_labels, self.has_captions).read(index, draws)
+            columns.pop("captions", None)  # one of them
         except UnreadableImage as error:
             if not self.skip_bad:
                 raise
             size, channels = self.transform.resolution, self.transform.channels
             columns |= {"pixel_values": np.zeros((size, size, channels), np.uint8), "unreadable": str(error)}
             columns |= {"labels": self.source.label(index)} if self.has_labels else {}
-        return columns | ({"all_captions": self.source.captions(index)} if self.has_captions else {})
+        # A row without captions is unreadable, and its empty text is not used.
+        return columns | ({"all_captions": self.source.captions(index) or [""]} if self.has_captions else {})
 
     def name(self, index: int) -> str:
         return self.source.name(index)

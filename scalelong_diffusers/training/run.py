@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ from diffusers.training_utils import EMAModel
 from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from tqdm import tqdm
 
 from scalelong_diffusers.data import Batch, TrainingData, load_training_data
@@ -29,10 +31,10 @@ from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import mixes_mup_settings
 from scalelong_diffusers.noise import NoiseProcess, noise_process
 from scalelong_diffusers.patching import set_skip_scaling_strength
-from scalelong_diffusers.processes import run_on_main_process
+from scalelong_diffusers.processes import OtherProcessFailed, run_on_all_processes, run_on_main_process
 from scalelong_diffusers.randomness import generator_for, seed_for
 from scalelong_diffusers.terminal import print_lines
-from scalelong_diffusers.training import saving
+from scalelong_diffusers.training import saving, unfinished
 from scalelong_diffusers.training.accelerator import make_accelerator
 from scalelong_diffusers.training.checkpoints import Checkpoints, check_folder, load_state, read_state, save_state
 from scalelong_diffusers.training.config import RunConfig
@@ -48,6 +50,7 @@ from scalelong_diffusers.training.monitoring import (
     skip_scalars,
     validation_losses,
 )
+from scalelong_diffusers.training.power_ema import SNAPSHOTS_FOLDER, remove_later_snapshots, write_snapshot
 from scalelong_diffusers.training.script import StopSignal, TrainingStopped
 from scalelong_diffusers.training.settings import (
     SETTINGS_FILE,
@@ -56,6 +59,7 @@ from scalelong_diffusers.training.settings import (
     describe_settings,
     inexact_resume_warning,
 )
+from scalelong_diffusers.training.sharding import ShardedModels
 from scalelong_diffusers.training.step import OptimizerStep, adamw, optimizer_groups
 
 
@@ -165,6 +169,7 @@ class TrainingRun:
         modules: dict[str, nn.Module],
         optimizer: torch.optim.Optimizer | None = None,
         warmup_steps: int | None = None,
+        pipeline: Callable[[], DiffusionPipeline] | None = None,
     ):
         """
         Prepare training, and resume if the config names a checkpoint.
@@ -174,6 +179,7 @@ class TrainingRun:
             optimizer: the fused AdamW of the config by default. With an optimizer that is not a fused Adam or AdamW,
                 each step waits for the device to learn whether the loss is finite.
             warmup_steps: steps in which the strength of the scaling rises; `--skip_scaling_warmup_steps` by default.
+            pipeline: returns the pipeline of the models. With it, `scalelong sample` can sample the checkpoints.
         """
         options = self.config.optimization
         self.modules = modules
@@ -184,7 +190,7 @@ class TrainingRun:
         self._recorded: dict[str, Any] = {}
         self._unreadable: set[str] = set()
         self._seconds, self._images = 0.0, 0  # since the last log line
-        self._skips = SkipMonitor(self, modules["unet"])
+        self._skips = SkipMonitor(self, self.trained["unet"])
         with self._released_on_errors():
             if self.config.output.resume_from_checkpoint is not None:
                 self._resume(self.config.output.resume_from_checkpoint)
@@ -195,7 +201,10 @@ class TrainingRun:
             self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
             self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
+            if pipeline is not None:
+                self.write("the pipeline", lambda: unfinished.save_parts(self, pipeline()))
             self.write("the log", self._resume_log)
+            self.write("the EMA snapshots", lambda: remove_later_snapshots(self.folder, self.global_step))
             if self.config.monitoring.report_to != "none":
                 self.write("the log", self._start_trackers)
 
@@ -222,30 +231,46 @@ class TrainingRun:
             module.to(self.device).train()
             if options.gradient_checkpointing:
                 _enable_gradient_checkpointing(module)
-            if options.compile:
-                module.compile()
-        named_parameters = {
-            f"{name}.{key}": parameter
-            for name, module in modules.items()
-            for key, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        steps = self.size.max_train_steps
         if optimizer is None:
-            groups = optimizer_groups(
-                options, modules.values(), named_parameters.values(), self.config.start.get("skip_lr_scale")
-            )
+            trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+            groups = optimizer_groups(options, modules.values(), trained, self.config.start.get("skip_lr_scale"))
             optimizer = adamw(options, groups)
         elif any(mixes_mup_settings(module, optimizer) for module in modules.values()):
             self.print(
                 "warning: the optimizer trains parameters with equal settings that muP trains with different ones, so "
                 "its learning rates are wrong: build it from mup_param_groups(model, ...)"
             )
+        # What is trained: the modules themselves, or sharded copies of them.
+        self.trained = dict(modules)
+        if self.accelerator.is_fsdp2:
+            if options.ema_snapshot_steps:
+                raise UserError("--ema_snapshot_steps does not read the sharded weights of FSDP2: omit it, or use DDP")
+            self._sharded = ShardedModels(self.accelerator, modules)
+            self._sharded.switch(optimizer)
+            self.trained = self._sharded.models
+        if options.compile:
+            for model in self.trained.values():
+                compile_model(model, options.compile_repeated_blocks)
+        named_parameters = {
+            f"{name}.{key}": parameter
+            for name, model in self.trained.items()
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        steps = self.size.max_train_steps
         self.optimizer_step = OptimizerStep(options, self.accelerator, named_parameters, optimizer, steps)
         # The optimizer is not prepared: accelerate would step it and the learning rate in its own way.
-        self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
-        scaled = [module for module in modules.values() if isinstance(module, SkipScalingMixin)]
-        self._full_strength = {module: module.skip_scaler.config.strength for module in scaled}
+        self.models = dict(self.trained)
+        if not self.accelerator.is_fsdp2:
+            self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
+        scaled = [m for m in (*modules.values(), *self.trained.values()) if isinstance(m, SkipScalingMixin)]
+        self._full_strength = {model: model.skip_scaler.config.strength for model in scaled}
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether each process writes its shards of a checkpoint, as accelerate's `fsdp_state_dict_type` says."""
+        is_sharded = self.accelerator.is_fsdp2
+        return is_sharded and self.accelerator.state.fsdp_plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
     @property
     def ema(self) -> EMAModel | None:
@@ -302,9 +327,16 @@ class TrainingRun:
         """Log the loss on the held-out images, whose noise and timesteps are always the same."""
         self.record(validation_losses(self, losses_of))
 
-    def save_samples(self, make_images: MakeImages, count: int | None = None):
-        """Save a grid of images. `make_images` returns the images with the given numbers."""
-        save_sample_grid(self, make_images, self.config.monitoring.num_samples if count is None else count)
+    def save_samples(self, make_images: MakeImages, titles: Sequence[str] | None = None):
+        """
+        Save a grid of images, and log it in trackers that take images.
+
+        Args:
+            make_images: returns the images with the given numbers.
+            titles: a text below each image, such as its prompt. Without titles, `num_samples` images are made.
+        """
+        count = self.config.monitoring.num_samples if titles is None else len(titles)
+        save_sample_grid(self, make_images, count, titles)
 
     def evaluate(self, make_images: MakeImages):
         """Log FID and KID of images. All processes call `make_images`, each for its share of the numbers."""
@@ -326,8 +358,8 @@ class TrainingRun:
         """
         End the run: save the pipeline with EMA weights into the run's folder, and push it if `push_to_hub` is set.
 
-        Afterwards the models in memory have their raw weights and are in training mode again. To sample, load the
-        folder.
+        Afterwards the models in memory have their raw weights, or none with FSDP2, and are in training mode again. To
+        sample, load the folder.
 
         Args:
             card: more fields of `CardFacts` for the model card.
@@ -350,19 +382,30 @@ class TrainingRun:
 
     @contextmanager
     def evaluating(self, with_ema: bool = True):
-        """Switch the models to eval mode with EMA weights, and restore them afterwards."""
-        with_ema = with_ema and self.ema is not None
+        """Switch the models to eval mode with EMA weights, and restore them afterwards. All processes call this."""
+        with self._replaced_weights(with_ema and self.ema is not None):
+            for module in self.modules.values():
+                module.eval()
+            try:
+                yield
+            finally:
+                for module in self.modules.values():
+                    module.train()
+
+    @contextmanager
+    def _replaced_weights(self, with_ema: bool):
+        """Give the modules their EMA weights, or their whole weights if those are sharded."""
         parameters = self.optimizer_step.parameters
+        if self.accelerator.is_fsdp2:
+            with self._sharded.gathered(dict(zip(parameters, self.ema.shadow_params)) if with_ema else {}):
+                yield
+            return
         if with_ema:
             self.ema.store(parameters)
             self.ema.copy_to(parameters)
-        for module in self.modules.values():
-            module.eval()
         try:
             yield
         finally:
-            for module in self.modules.values():
-                module.train()
             if with_ema:
                 self.ema.restore(parameters)
 
@@ -380,19 +423,20 @@ class TrainingRun:
     def write(self, what: str, function: Callable[[], Any]):
         """Call `function` in one process while the others wait. If it cannot write, the run stops with one line."""
 
-        def attempt():
-            try:
-                function()
-            except (OSError, SafetensorError) as error:
-                steps = self.checkpoints.steps()
-                last = (
-                    f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
-                )
-                reason = " ".join(str(error).split())
-                message = f"cannot write {what} in {self.folder}: {reason}; {last}"
-                raise TrainingStopped(message, on_all_processes=True) from error
+        with self._write_errors(what):
+            run_on_main_process(function)
 
-        run_on_main_process(attempt)
+    @contextmanager
+    def _write_errors(self, what: str):
+        """End the run with one line in all processes if one of them cannot write."""
+        try:
+            yield
+        except (OSError, SafetensorError, OtherProcessFailed) as error:
+            steps = self.checkpoints.steps()
+            last = f"the last checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "there is no checkpoint"
+            reason = " ".join(str(error).split())
+            message = f"cannot write {what} in {self.folder}: {reason}; {last}"
+            raise TrainingStopped(message, on_all_processes=True) from error
 
     def finish(self):
         """End the trackers and the process group, and release the folder."""
@@ -429,6 +473,9 @@ class TrainingRun:
             stop = self._read_statistics()
         if log:
             self._log()
+        if self.is_due(self.config.optimization.ema_snapshot_steps or 0):
+            averages = self.optimizer_step.power_ema.state()
+            self.write("the EMA snapshot", lambda: write_snapshot(self.folder, self.global_step, averages))
         if save or stop:
             self.save_checkpoint()
         if stop and self.global_step < self.size.max_train_steps:
@@ -499,8 +546,8 @@ class TrainingRun:
         if names := self.optimizer_step.nonfinite_weights():
             message = f"step {step}: the weights of {', '.join(names)} are not finite and were not saved"
             raise TrainingStopped(message, on_all_processes=True)
-        write = partial(self.checkpoints.save, step, lambda folder: save_state(self, folder))
-        self.write(f"the checkpoint of step {step}", write)
+        with self._write_errors(f"the checkpoint of step {step}"):
+            self.checkpoints.save(step, partial(save_state, self))
 
     def _resume(self, which: str):
         path, skipped = run_on_main_process(lambda: self.checkpoints.find(which))
@@ -528,8 +575,17 @@ class TrainingRun:
     def _take_folder(self):
         """Lock the folder, and remove what a killed run left half-written."""
         run_on_main_process(self._lock.acquire)
-        for folder in (self.folder, self.folder / SAMPLES_FOLDER):
+        if self.writes_shards:
+            run_on_all_processes(self._check_is_shared)
+        for folder in (self.folder, self.folder / SAMPLES_FOLDER, self.folder / SNAPSHOTS_FOLDER):
             run_on_main_process(partial(remove_leftovers, folder))
+
+    def _check_is_shared(self):
+        if not self.folder.is_dir():
+            raise UserError(
+                f"--output_dir {self.folder} does not exist on {socket.gethostname()}: with FSDP2, all nodes must see "
+                "the same folder"
+            )
 
     @contextmanager
     def _released_on_errors(self):
@@ -573,10 +629,18 @@ class TrainingRun:
                 for name in batch.unreadable:
                     if name not in self._unreadable:
                         self._unreadable.add(name)
-                        print_lines(f"warning: skipped {name}, which cannot be read ({len(self._unreadable)} so far)")
+                        print_lines(f"warning: skipped {name}, which cannot be used ({len(self._unreadable)} so far)")
                 yield batch
         except UserError as error:  # in this process only
             raise TrainingStopped(str(error), exit_code=2) from error
+
+
+def compile_model(module: nn.Module, only_repeated_blocks: bool):
+    """Compile a model, or its repeated blocks if it has any."""
+    if only_repeated_blocks and isinstance(module, ModelMixin) and module._repeated_blocks:
+        module.compile_repeated_blocks()
+    else:
+        module.compile()
 
 
 def _enable_gradient_checkpointing(module: nn.Module):

@@ -18,6 +18,7 @@ from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.training.checkpoints import replace_folder
 from scalelong_diffusers.training.monitoring import SAMPLES_FOLDER
 from scalelong_diffusers.training.script import TrainingStopped
+from scalelong_diffusers.training.unfinished import PARTS_FOLDER
 
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _save_into(save: Callable[[Path], None], folder: Path):
                 replace_folder(path, folder / path.name)
             else:
                 os.replace(path, folder / path.name)
+        shutil.rmtree(folder / PARTS_FOLDER, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

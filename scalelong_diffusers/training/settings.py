@@ -77,6 +77,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
         **dataclasses.asdict(run.size),
         "resolution": run.resolution,
         "mixed_precision": run.accelerator.mixed_precision,
+        "distributed_type": run.accelerator.distributed_type.value,
         "skip_scaling_warmup_steps": run.warmup_steps,
         "data": f"{run.data.description}: {train:,} for training, {validation:,} for validation"
         + _describe_classes(run.data),
@@ -121,9 +122,13 @@ def check_same_settings(
 ):
     """Raise a `UserError` if a run is resumed with settings that must not change."""
     now = json.loads(json.dumps(now))  # as `before` was stored
-    on_resume = {flag: details.on_resume for flag, _, details in options_of(type(config))}
+    options = list(options_of(type(config)))
+    # Runs of earlier versions lack newer options.
+    before = {**{flag: field.default for flag, field, _ in options}, **before}
+    on_resume = {flag: details.on_resume for flag, _, details in options}
     on_resume |= {"architecture": "fixed", "skip_scaling_options": "fixed"}
-    free = {name for name, rule in on_resume.items() if rule == "free"} | {"model", "num_processes"}
+    free = {name for name, rule in on_resume.items() if rule == "free"}
+    free |= {"model", "num_processes", "distributed_type"}
     # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
     if now["lr_scheduler"].startswith("constant"):
         free.add("max_train_steps")

@@ -6,22 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-)
-from diffusers.loaders import TextualInversionLoaderMixin
+from diffusers import DiffusionPipeline
 from torch import nn
 from transformers import CLIPTokenizer
 
+from scalelong_diffusers.download import quiet_transformers
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.pipelines.compatibility import required_conditions
 from scalelong_diffusers.pipelines.loading import load_complete_pipeline, pipeline_index
 from scalelong_diffusers.pipelines.text_encoding import check_tokenizer, text_embedding_width, tokenize
 
 
+with quiet_transformers():  # it warns that torchvision is missing, which is not needed
+    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+    from diffusers.loaders import TextualInversionLoaderMixin
+
+
 StableDiffusion = StableDiffusionPipeline | StableDiffusionXLPipeline
+NUM_TIME_IDS = 6  # of SDXL
 
 
 def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusion:
@@ -155,7 +157,12 @@ def encode_tokens(
         states = states.masked_fill(dropped[:, None, None], 0)
         pooled = pooled.masked_fill(dropped[:, None], 0)
     side = pipe.default_sample_size * pipe.vae_scale_factor if resolution is None else resolution
+    return {"encoder_hidden_states": states, "added_cond_kwargs": added_conditions(pooled, side)}
+
+
+def added_conditions(pooled: torch.Tensor, side: int) -> dict[str, torch.Tensor]:
+    """Return SDXL's `added_cond_kwargs` for pooled text and square images that are not cropped."""
     # Height and width of the original image, top and left of the crop, height and width of the target.
-    time_ids = states.new_full((len(states), 6), side)
+    time_ids = pooled.new_full((len(pooled), NUM_TIME_IDS), side)
     time_ids[:, 2:4] = 0
-    return {"encoder_hidden_states": states, "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}}
+    return {"text_embeds": pooled, "time_ids": time_ids}

@@ -11,7 +11,9 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 from scalelong_diffusers.models.mup import param_groups
+from scalelong_diffusers.processes import full
 from scalelong_diffusers.training.config import OptimizationConfig
+from scalelong_diffusers.training.power_ema import PowerEMA
 
 
 class StepStatistics(NamedTuple):
@@ -48,6 +50,7 @@ class OptimizerStep:
         self.parameters = list(named_parameters.values())
         self.optimizer = optimizer
         self.ema = EMAModel(self.parameters, decay=config.ema_decay, foreach=True) if config.use_ema else None
+        self.power_ema = PowerEMA(named_parameters) if config.ema_snapshot_steps else None
         scheduler = get_scheduler(
             config.lr_scheduler,
             self.optimizer,
@@ -86,7 +89,7 @@ class OptimizerStep:
         scaler = self.accelerator.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = full(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
         is_finite = norm.isfinite() & self._step_loss.isfinite()
         if self.config.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
@@ -102,6 +105,8 @@ class OptimizerStep:
             parameter.grad = None
         if self.ema is not None:
             self.ema.step(self.parameters)
+        if self.power_ema is not None:
+            self.power_ema.update()
         self._count(is_finite, norm)
 
     def _count(self, is_finite: torch.Tensor, norm: torch.Tensor):
@@ -133,6 +138,9 @@ class OptimizerStep:
         """Reset the statistics, but continue to count consecutive non-finite steps from `count`."""
         self._statistics = self._statistics.new_tensor([0, 0, count, 0])
 
+    def copy_parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
     def scaler_can_help(self) -> bool:
         """Return whether fp16's gradient scaler can still avoid overflows by a smaller scale."""
         scaler = self.accelerator.scaler
@@ -140,10 +148,11 @@ class OptimizerStep:
 
     @torch.no_grad()
     def nonfinite_weights(self, count: int = 3) -> list[str]:
-        """Return the names of the first parameters with a non-finite entry."""
-        if torch.nn.utils.get_total_norm(self.parameters, math.inf).isfinite():
+        """Return the names of the first parameters with a non-finite entry. All processes must call this."""
+        # Not the largest entry, because torch finds none in the empty part of a sharded parameter.
+        if full(nn.utils.get_total_norm(self.parameters)).isfinite():
             return []
-        return [name for name, weight in self.named_parameters.items() if not weight.isfinite().all()][:count]
+        return [name for name, weight in self.named_parameters.items() if not full(weight).isfinite().all()][:count]
 
 
 def optimizer_groups(

@@ -46,12 +46,13 @@ def build_text_encoder(data: TrainingData, model: ModelMixin, seed: int) -> Text
     """
     Build a small CLIP that fits the model, with a tokenizer for the training captions.
 
-    The CLIP reads as many tokens as the longest caption has, since padding takes time and dilutes the text.
+    The CLIP reads as many tokens as the longest caption has, training or held-out, since padding takes time and
+    dilutes the text.
     """
     captions = list(data.train.captions())
     width, limit = text_embedding_width(model), model.config.get("context_length", _MAX_LENGTH)
     tokenizer = build_tokenizer(captions, limit)
-    longest = max(map(len, token_ids(dict.fromkeys(captions), tokenizer)))
+    longest = max(map(len, token_ids(dict.fromkeys([*captions, *data.validation.captions()]), tokenizer)))
     tokenizer.model_max_length = min(longest, limit)
     torch.manual_seed(seed_for(seed, "text_encoder"))
     num_heads = width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HTTPError
 from scalelong_diffusers import UViTModel, __version__, skip_connections
 from scalelong_diffusers.cli import main
 from scalelong_diffusers.cli.inspect import model_skeleton
+from scalelong_diffusers.training import TrainingConfig, parse_config
 
 
 SD15 = {
@@ -250,11 +251,15 @@ def test_asks_an_unreachable_hub_only_once(error_of, monkeypatch):
             raise HTTPError("no network")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("scalelong_diffusers.cli.get_session", Session)
+    monkeypatch.setattr("scalelong_diffusers.download.get_session", Session)
     for command in ("inspect", "sample"):
         arguments = ["--output_dir", "out"] if command == "sample" else []
         assert "nobody/nothing" in error_of(command, "nobody/nothing", *arguments)
     assert requests == [constants.ENDPOINT]
+    constants.HF_HUB_OFFLINE = False
+    parse_config(TrainingConfig, "", ["--dataset_name", "nobody/nothing", "--model_config_name_or_path", "nobody/no"])
+    assert constants.HF_HUB_OFFLINE
+    assert len(requests) == 2
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ import torch
 from diffusers import DDPMPipeline, DDPMScheduler
 from PIL import Image
 
-from scalelong_diffusers import UViTModel
+from scalelong_diffusers import ScaleLongUNet2DConditionModel, UViTModel
+from scalelong_diffusers.cli import subject
 
 
 TINY = {"sample_size": 8, "patch_size": 2, "hidden_size": 16, "num_layers": 4, "num_attention_heads": 2}
-FEW = ("--num_images", 4, "--batch_size", 3)
+FEW = ("--num_images", 8, "--batch_size", 3)
 
 
 @pytest.fixture
@@ -39,8 +40,9 @@ def test_prints_table_and_verdict(scalelong, config):
     lines = printed.splitlines()
     assert lines[0] == f"{config}; the built-in shapes, 10,000 images"
     assert lines[1].startswith("UViTModel, ")
-    assert lines[4].split()[:2] == ["1", "out_blocks.1.skip_proj"]
+    assert lines[3].split()[:2] == ["1", "out_blocks.1.skip_proj"]
     assert "verdict:" in lines
+    assert lines[-1].startswith("The model is untrained, ")
     assert "diagnosis: 100%" in errors
 
 
@@ -48,7 +50,8 @@ def test_untrained_models_depend_only_on_the_seed(diagnose, config):
     first, second, other = diagnose(config), diagnose(config / "config.json"), diagnose(config, "--seed", 1)
     assert {**first, "source": ""} == {**second, "source": ""}
     assert first["skips"] != other["skips"]
-    assert first["num_images"] == 4
+    assert first["num_images"] == 8
+    assert not first["is_trained"]
 
 
 def test_takes_the_weights_of_a_model(diagnose, tmp_path):
@@ -57,6 +60,7 @@ def test_takes_the_weights_of_a_model(diagnose, tmp_path):
     torch.nn.init.constant_(model.mid_block.mlp.fc1.bias, 1000)
     model.save_pretrained(tmp_path)
     result = diagnose(tmp_path)
+    assert result["is_trained"]
     assert result["headroom"]["blocks"]["mid_block"] > 900
     assert [skip["factor"] for skip in result["skips"]] == [1, 0.5]
     assert list(result["sensitivity"]) == ["plain", "cs"]
@@ -84,6 +88,57 @@ def test_takes_stable_diffusion_with_its_autoencoder_and_text(diagnose, tiny_sta
     assert alone["data"]["mean_square"] == pytest.approx(1, abs=0.1)
 
 
+def test_takes_sdxl_with_its_conditions(diagnose, build_kind, draw, monkeypatch, tmp_path):
+    """The U-Net receives what the stock pipeline passes to it for the same captions and size."""
+    pipe = build_kind("sdxl")
+    pipe.save_pretrained(tmp_path)
+    calls, captions = [], []
+    forward = ScaleLongUNet2DConditionModel.forward
+    monkeypatch.setattr(
+        ScaleLongUNet2DConditionModel,
+        "forward",
+        lambda self, *args, **kwargs: calls.append(kwargs) or forward(self, *args, **kwargs),
+    )
+    conditions = subject.Inputs._conditions
+    monkeypatch.setattr(
+        subject.Inputs,
+        "_conditions",
+        lambda self, batch: captions.append(batch["captions"]) or conditions(self, batch),
+    )
+    result = diagnose(tmp_path)
+    assert result["data_source"] == "the built-in shapes, 10,000 images"
+    assert len(result["skips"]) == 6
+    hook = pipe.unet.register_forward_pre_hook(lambda m, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    draw(pipe, captions[0][0])
+    hook.remove()
+    measured, sampled = calls[0], calls[-1]
+    assert len(measured["encoder_hidden_states"]) == 3
+    torch.testing.assert_close(measured["encoder_hidden_states"][:1], sampled["encoder_hidden_states"][1:])
+    for name, value in measured["added_cond_kwargs"].items():
+        torch.testing.assert_close(value[:1], sampled["added_cond_kwargs"][name][1:])
+    sides = diagnose(tmp_path, "--resolution", 24), calls[-1]["added_cond_kwargs"]["time_ids"]
+    assert sides[1].tolist() == [[24, 24, 0, 0, 24, 24]]
+
+
+def test_takes_the_unet_of_sdxl_alone(diagnose, cases, tmp_path):
+    """Without text encoders, all conditions are random. Their widths come from the config."""
+    cases["sdxl"].build().save_pretrained(tmp_path / "unet")
+    cases["sdxl"].build().save_config(tmp_path / "config")
+    trained, untrained = diagnose(tmp_path / "unet"), diagnose(tmp_path / "config")
+    assert trained["data_source"] == untrained["data_source"] == "normal noise instead of latents with 4 channels"
+    assert trained["loss"] != untrained["loss"]
+    assert all(skip["skip_gradient"]["mean"] > 0 for skip in trained["skips"])
+
+
+@pytest.mark.parametrize("name", ["3d", "spatio-temporal", "1d", "kandinsky3", "hunyuan-dit", "controlnet-xs"])
+def test_names_the_models_whose_inputs_it_makes(error_of, cases, tmp_path, name):
+    cases[name].build().save_config(tmp_path)
+    expected = (
+        f"is a {cases[name].scaled_name}, and `scalelong diagnose` makes the inputs of UViTModel, UNet2DModel and"
+    )
+    assert expected in error_of("diagnose", tmp_path)
+
+
 def test_takes_a_training_run_and_its_checkpoints(diagnose, config, tmp_path):
     from scalelong_diffusers.train.train_unconditional import train
     from scalelong_diffusers.training import TrainingConfig, make_config
@@ -106,8 +161,6 @@ def test_takes_a_training_run_and_its_checkpoints(diagnose, config, tmp_path):
 
 
 def test_takes_a_preset(error_of, diagnose, monkeypatch):
-    import scalelong_diffusers.cli.subject as subject
-
     preset = subject.get_preset("cifar10-uvit-s-2")
     monkeypatch.setitem(preset.config, "hidden_size", 16)
     monkeypatch.setitem(preset.config, "patch_size", 8)
@@ -126,13 +179,22 @@ def pictures(tmp_path):
     return tmp_path / "pictures"
 
 
+@pytest.mark.parametrize("prediction_type", ["flow", "edm"])
+def test_takes_other_noise_processes(diagnose, config, tmp_path, prediction_type):
+    result = diagnose(config, "--prediction_type", prediction_type, "--output_dir", tmp_path / "out")
+    assert result["loss"] != diagnose(config)["loss"]
+    timesteps = [part["timestep"] for part in result["schedule"]]
+    assert timesteps == sorted(timesteps)
+    assert "too few finite values" not in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_takes_the_users_images_and_labels(diagnose, error_of, config, pictures, tmp_path):
     result = diagnose(config, "--train_data_dir", pictures)
     assert "6 images" in result["data_source"]
     assert result["data"]["mean_square"] != pytest.approx(diagnose(config)["data"]["mean_square"], rel=0.01)
     UViTModel(**TINY, num_class_embeds=2).save_config(tmp_path / "classes")
-    assert diagnose(tmp_path / "classes", "--train_data_dir", pictures)["num_images"] == 4
-    assert diagnose(tmp_path / "classes")["num_images"] == 4  # with random labels
+    assert diagnose(tmp_path / "classes", "--train_data_dir", pictures)["num_images"] == 8
+    assert diagnose(tmp_path / "classes")["num_images"] == 8  # with random labels
     UViTModel(**TINY, num_class_embeds=1).save_config(tmp_path / "few")
     assert "has 2 classes" in error_of("diagnose", tmp_path / "few", "--train_data_dir", pictures)
 
@@ -145,7 +207,7 @@ def test_another_dataset_replaces_the_data_of_a_run(diagnose, config, pictures, 
 
 def test_gray_models_see_gray_shapes(diagnose, tmp_path):
     UViTModel(**TINY, in_channels=1).save_config(tmp_path)
-    assert diagnose(tmp_path)["num_images"] == 4
+    assert diagnose(tmp_path)["num_images"] == 8
 
 
 def test_writes_page_and_figures(diagnose, config, tmp_path):
@@ -156,12 +218,15 @@ def test_writes_page_and_figures(diagnose, config, tmp_path):
     assert result["verdict"][0] in page
 
 
-def test_rejects_bad_input_with_one_line(error_of, config, pictures, tmp_path):
+def test_rejects_bad_input_with_one_line(error_of, config, cases, pictures, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     UViTModel(**{**TINY, "sample_size": (8, 4)}).save_config(tmp_path / "wide")
     UViTModel(**TINY, cross_attention_dim=16).save_config(tmp_path / "text")
     UViTModel(**TINY, in_channels=4).save_config(tmp_path / "latent")
+    cases["sdxl"].build(
+        addition_embed_type="text_image", encoder_hid_dim=8, encoder_hid_dim_type="text_image_proj"
+    ).save_config(tmp_path / "kandinsky")
     (tmp_path / "dit.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
     (tmp_path / "none.json").write_text("[]")
     (tmp_path / "damaged").mkdir()
@@ -170,20 +235,29 @@ def test_rejects_bad_input_with_one_line(error_of, config, pictures, tmp_path):
     bad = {
         (): "the following arguments are required: model",
         ("nobody/nothing",): "nobody/nothing",
+        ("me/cifar10-uvit-s2",): "me/cifar10-uvit-s2 is not a local folder, and the Hub cannot be reached",
+        ("cifar10-uvit-s2",): "is neither a local folder nor a preset (did you mean 'cifar10-uvit-s-2'?)",
+        (tmp_path / "file",): "file must be a config.json or a folder, got another file; convert a single-file",
         (tmp_path / "empty",): "is not a model or a pipeline",
         (tmp_path / "damaged",): "damaged",
         (tmp_path / "dit.json",): "DiTTransformer2DModel has no long skip connections that can be scaled",
         (tmp_path / "none.json",): "must hold a JSON object",
-        (tmp_path / "wide",): "has sample_size=[8, 4], and a diagnosis takes square images: pass --resolution",
+        (tmp_path / "wide",): "has sample_size=[8, 4], and `scalelong diagnose` takes square images: pass --resolution",
         (tmp_path / "latent", "--train_data_dir", pictures): "takes 4 channels, not images",
-        (config, "--num_images", 1): "--num_images must be an integer, at least 2 and at most 100,000, got 1",
+        (tmp_path / "kandinsky",): "kandinsky takes added_cond_kwargs (addition_embed_type='text_image'), which",
+        (config, "--num_images", 7): "--num_images must be an integer, at least 8 and at most 100,000, got 7",
         (config, "--batch_size", 0): "--batch_size must be an integer",
         (config, "--resolution", 7): "--resolution must be a multiple of 2 (the nearest: 6 or 8), got 7",
         (config, "--device", "nowhere"): "--device nowhere cannot be used",
         (config, "--skip_scaling", "cs", "--kappa", 2): "kappa must be",
         (config, "--train_data_dir", tmp_path / "missing"): "missing",
         (config, "--ddpm_beta_schedule", "quadratic"): "--ddpm_beta_schedule must be one of linear",
-        (config, "--output_dir", tmp_path / "file"): "output_dir must be a folder that can be written",
+        (
+            config,
+            "--output_dir",
+            tmp_path / "file",
+        ): "--output_dir must be a folder, got the file",
+        (config, "--output_dir", tmp_path / "file" / "a"): f"cannot lock {tmp_path / 'file' / 'a'}: ",
         (config, "--streaming"): "unknown argument '--streaming'",
     }
     for arguments, message in bad.items():

@@ -23,7 +23,8 @@ from scalelong_diffusers import (
     UserError,
     UViTModel,
 )
-from scalelong_diffusers.pipelines.sampling import SCHEDULERS, SampleConfig, Sampling, scheduler_by_name
+from scalelong_diffusers.pipelines.grids import cut_grid
+from scalelong_diffusers.pipelines.sampling import SCHEDULERS, SampleConfig, Sampler, scheduler_by_name
 from scalelong_diffusers.randomness import generator_for
 
 
@@ -81,11 +82,11 @@ def test_makes_images_a_grid_and_their_settings(sample, classes, tmp_path):
         classes, "--output_dir", out, "--num_images", 5, *FAST, *condition, "--scheduler", "dpm++"
     )
     assert code == 0
-    assert printed == f"{out}: 5 images, 5 of them new, and a grid\n"
+    assert printed == f"{out}: 5 images, 5 of them new, and a grid: {out}/grid.png\n"
     assert names_in(out) == [*(f"{k:06d}.png" for k in range(5)), "grid.png", "sample.json"]
-    grid = pixels(out, "grid")
-    assert grid.shape == (24, 16, 3), "one column for each class"
-    assert np.array_equal(grid[8:16, 8:], pixels(out, 3))
+    with Image.open(out / "grid.png") as picture:
+        assert picture.size == (256, 3 * 156), "one column for each class"
+        assert np.array_equal(cut_grid(picture, (8, 8), has_titles=True)[3], pixels(out, 3))
     assert "5/5 images [" in shown
     assert "<00:00]" in shown, "the remaining time"
     settings = json.loads((out / "sample.json").read_text())
@@ -136,15 +137,13 @@ class TestResume:
         (out / "000002.png").unlink()
         times = {name: (out / name).stat().st_mtime_ns for name in names_in(out)}
         made = []
-        make = Sampling._make_batch
-        monkeypatch.setattr(
-            Sampling, "_make_batch", lambda self, batch, bar: made.append(batch) or make(self, batch, bar)
-        )
+        make = Sampler.make
+        monkeypatch.setattr(Sampler, "make", lambda self, batch, *rest: made.append(batch) or make(self, batch, *rest))
         printed = sample(f"{unconditional}/", "--out", out, "-n", 6, "--batch_size", 2, *FAST)[1]
         assert printed.startswith(f"{out}: 6 images, 3 of them new")
         assert made == [[2, 4], [5]]
         assert all((out / name).stat().st_mtime_ns == time for name, time in times.items() if name[0] == "0")
-        assert pixels(out, "grid").shape == (16, 24, 3)
+        assert pixels(out, "grid").shape == (256, 384, 3)
         assert sample(unconditional, "--out", out, "-n", 6, *FAST)[1].startswith(f"{out}: 6 images, 0 of them new")
 
     def test_remakes_images_that_were_cut_off(self, sample, unconditional, tmp_path):
@@ -198,7 +197,7 @@ class TestResume:
         flags[3] = len(before) + 1
         code, printed, _ = sample(unconditional, *flags)
         assert code == 0
-        assert printed == f"{out}: {len(before) + 1} images, 1 of them new, and a grid\n"
+        assert printed == f"{out}: {len(before) + 1} images, 1 of them new, and a grid: {out}/grid.png\n"
 
     def test_explains_how_to_resume_if_interrupted_while_loading(self, sample, unconditional, tmp_path, monkeypatch):
         def interrupt(*arguments, **options):

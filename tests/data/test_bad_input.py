@@ -190,7 +190,7 @@ COLUMNS = {
     "no caption": (
         {"image": "png", "words": ["a", "b"]}, {"needs_captions": True},
         "the folder saved has no caption column; its columns: image, words; choose one with caption_column, or "
-        "add them in a metadata.jsonl",
+        "add them next to the images: in a metadata.jsonl, or 01.txt for 01.jpg",
     ),
     "images that are texts": (
         {"image": ["a.png", "b.png"]}, {},

@@ -11,6 +11,7 @@ from PIL import Image
 
 from scalelong_diffusers.data.config import DataConfig
 from scalelong_diffusers.data.training_data import open_sources
+from scalelong_diffusers.errors import UserError
 
 
 def contents(data):
@@ -231,3 +232,56 @@ def test_pickles_without_the_images(saved, png):
     source, _ = open_sources(DataConfig(train_data_dir=folder), needs_labels=False, needs_captions=False)
     assert len(pickle.dumps(source)) < 50_000
     assert pickle.loads(pickle.dumps(source)).image(3).size == (40, 40)
+
+
+def test_caption_files(load, image_folder):
+    """As in kohya's scripts. Each line is a caption."""
+    folder = image_folder(["a.png", "b.c.png", "sub/d.png"])
+    (folder / "a.txt").write_text("a cat\n\n a kitten \n")
+    (folder / "b.c.txt").write_text("\ufeffein Hündchen", encoding="utf-8")
+    (folder / "sub" / "d.txt").write_text("a dog")
+    (folder / "notes.txt").write_text("not a caption")
+    data = load(train_data_dir=folder, needs_captions=True)
+    rows = data.train.rows.source
+    assert sorted(map(tuple, map(rows.captions, range(3)))) == [("a cat", "a kitten"), ("a dog",), ("ein Hündchen",)]
+    assert data.description.endswith("3 images (ignored: 1 .txt file)")
+    assert load(train_data_dir=folder).description.endswith("3 images (ignored: 4 .txt files)")
+    changed = data.fingerprint
+    (folder / "a.txt").write_text("another caption")
+    assert load(train_data_dir=folder, needs_captions=True).fingerprint != changed
+
+
+def test_metadata_comes_before_caption_files(load, image_folder):
+    folder = image_folder(["a.png", "b.png"])
+    (folder / "metadata.csv").write_text("file_name,text\na.png,one\nb.png,two\n")
+    (folder / "a.txt").write_text("three")
+    data = load(train_data_dir=folder, needs_captions=True)
+    assert [data.train.rows.source.captions(k) for k in range(2)] == [["one"], ["two"]]
+    assert "(ignored: 1 .txt file)" in data.description
+
+
+def test_images_without_captions_can_be_skipped(load, image_folder):
+    folder = image_folder([f"{k}.png" for k in range(20)])
+    for k in set(range(20)) - {0, 3}:
+        (folder / f"{k}.txt").write_text(f"number {k}")
+    (folder / "2.txt").write_text("  \n")
+    with pytest.raises(
+        UserError, match=r"0.png has no caption: 'text' is \[\]; on_bad_image='skip' skips images with"
+    ):
+        load(train_data_dir=folder, needs_captions=True)
+    data = load(train_data_dir=folder, needs_captions=True, on_bad_image="skip")
+    batches = [*data.train.batches(18, num_steps=1), *data.validation.batches(1)]
+    captions = {caption for batch in batches for caption in batch["captions"]}
+    assert captions == {f"number {k}" for k in set(range(20)) - {0, 2, 3}}
+    assert {name.rsplit("/", 1)[-1] for batch in batches for name in batch.unreadable} >= {"0.png", "2.png", "3.png"}
+    for file in folder.glob("*.txt"):
+        file.write_text("")
+    with pytest.raises(UserError, match=r"none of the .* can be read"):
+        load(train_data_dir=folder, needs_captions=True, on_bad_image="skip")
+
+
+def test_rejects_caption_files_in_other_encodings(load, image_folder):
+    folder = image_folder(["a.png", "b.png"])
+    (folder / "a.txt").write_bytes("ein Hündchen".encode("latin-1"))
+    with pytest.raises(UserError, match=r"a.txt is not a text in UTF-8"):
+        load(train_data_dir=folder, needs_captions=True)

@@ -16,6 +16,7 @@ from scalelong_diffusers.diagnosis.measure import (
     spread_positions,
     with_skip_scaling,
 )
+from scalelong_diffusers.noise import EDMProcess, FlowProcess
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.scaling.factors import skip_energy
 
@@ -74,6 +75,17 @@ def test_data_of_the_lemma(build, batches, noising):
     assert 1.2 < data.noise_ratio < data.highest_noise_ratio < 6
     assert [round(part.timestep, -2) for part in bins][::3] == [100, 400, 700, 1000]
     assert all(part.power == pytest.approx(part.expected_power, rel=0.05) for part in bins)
+
+
+@pytest.mark.parametrize("process", [FlowProcess(shift=3), EDMProcess()], ids=["flow", "edm"])
+def test_expected_energy_of_other_processes(build, batches, process):
+    table = measure_skips(build(), batches, process)
+    data, bins = data_figures(batches, process, table, skip_figures(build(), table))
+    assert data.power == pytest.approx(data.expected_power, rel=0.03)
+    assert data.expected_power == pytest.approx(data.lemma_power, abs=0.02)
+    assert all(part.power == pytest.approx(part.expected_power, rel=0.05) for part in bins)
+    powers = [part.power for part in bins]
+    assert max(powers) - min(powers) > 0.2
 
 
 def test_no_kappa_gives_a_target_that_is_not_between_1_and_n(build, batches, noising):

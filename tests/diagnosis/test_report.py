@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
-from scalelong_diffusers.diagnosis.report import diagnose, report_lines
-from scalelong_diffusers.diagnosis.rules import NOTHING_FOUND, RULES
+from scalelong_diffusers.diagnosis.diagnose import diagnose
+from scalelong_diffusers.diagnosis.measure import Samples
+from scalelong_diffusers.diagnosis.report import report_lines
+from scalelong_diffusers.diagnosis.rules import NOTHING_FOUND, RULES, UNTRAINED
 
 
 def state_of(model) -> list:
@@ -52,13 +54,26 @@ def test_is_json(build, batches, noising):
 
 def test_prints_a_table(build, batches, noising):
     lines = report_lines(diagnose(build(), batches, noising, show_progress=False))
-    assert lines[0].endswith("parameters, N = 2, SkipScalingConfig(method='none')")
-    assert lines[2].split()[:6] == ["i", "where", "factor", "hidden", "skip", "share"]
-    assert [line.split()[:3] for line in lines[3:5]] == [
+    assert "parameters, N = 2, SkipScalingConfig(method='none'); 16 samples, loss " in lines[0]
+    assert lines[1].split()[:6] == ["i", "where", "factor", "hidden", "skip", "share"]
+    assert [line.split()[:3] for line in lines[2:4]] == [
         ["1", "out_blocks.1.skip_proj", "1"], ["2", "out_blocks.0.skip_proj", "1"]
     ]  # fmt: skip
-    assert len({len(line) for line in lines[2:5]}) == 1
+    assert len({len(line) for line in lines[1:4]}) == 1
+    assert "With N = 2 skips, CS has S = 1.39 with kappa = 0.6" in lines[4]
     assert lines[-2:] == ["verdict:", NOTHING_FOUND]
+
+
+def test_says_that_a_model_is_untrained(build, batches, noising):
+    diagnosis = diagnose(build(), batches, noising, is_trained=False, show_progress=False)
+    assert "parameters, untrained, N = 2" in report_lines(diagnosis)[0]
+    assert diagnosis.verdict == [NOTHING_FOUND, UNTRAINED]
+
+
+def test_says_that_no_kappa_gives_the_targets(build, batches, noising):
+    loud = [Samples(3 * b.clean, b.noise, b.uniform, b.perturbation) for b in batches]
+    lines = report_lines(diagnose(build(), loud, noising, show_progress=False))
+    assert any("With N = 2 skips, no kappa below 1 gives S = 0." in line for line in lines)
 
 
 def test_a_model_with_nan_is_reported(build, batches, noising):

@@ -4,9 +4,17 @@ import dataclasses
 
 import pytest
 
+from scalelong_diffusers.diagnosis.diagnose import diagnose
 from scalelong_diffusers.diagnosis.figures import Headroom, Spread
-from scalelong_diffusers.diagnosis.report import diagnose
-from scalelong_diffusers.diagnosis.rules import NOTHING_FOUND, RULES, judge, number_ranges, rounded, verdict
+from scalelong_diffusers.diagnosis.rules import (
+    NOTHING_FOUND,
+    RULES,
+    UNTRAINED,
+    judge,
+    number_ranges,
+    rounded,
+    verdict,
+)
 
 
 @pytest.fixture
@@ -25,7 +33,8 @@ def applied(diagnosis) -> list[str]:
 
 def test_a_calm_model_gets_no_advice(calm):
     assert applied(calm) == []
-    assert verdict(judge(calm)) == [NOTHING_FOUND]
+    assert verdict(judge(calm), is_trained=True) == [NOTHING_FOUND]
+    assert verdict(judge(calm), is_trained=False) == [NOTHING_FOUND, UNTRAINED]
 
 
 def test_each_rule_is_stated():
@@ -39,16 +48,20 @@ def test_fading_main_path(calm):
 
     assert applied(faded(0.02)) == []
     assert applied(faded(0.005)) == ["fading"]
-    assert "fades 200-fold" in verdict(judge(faded(0.005)))[0]
+    assert "fades 200-fold" in verdict(judge(faded(0.005)), is_trained=True)[0]
     assert applied(faded(0.0)) == []  # a block that starts at zero says nothing
 
 
 def test_varying_gradients_name_their_skips(calm):
     calm = with_gradients(calm, "hidden_gradient", [Spread(1, 0.1, 1)] * 3)
     varying = with_gradients(calm, "skip_gradient", [Spread(1, cv, 2) for cv in (0.1, 0.7, 1.4)])
-    (sentence,) = verdict(judge(varying))
+    (sentence,) = verdict(judge(varying), is_trained=True)
     assert sentence.startswith("Gradients through skips 2 to 3 vary up to 14 times more over timesteps and images")
     assert applied(with_gradients(calm, "skip_gradient", [Spread(1, 0.25, 2)] * 3)) == []
+    outermost = with_gradients(calm, "skip_gradient", [Spread(1, cv, 2) for cv in (0.9, 0.1, 0.1)])
+    assert applied(outermost) == []  # CS would not change it
+    constant = with_gradients(varying, "hidden_gradient", [Spread(1, 0, 1)] * 3)
+    assert applied(constant) == []
 
 
 def test_peaks_noise_and_headroom(calm):
@@ -57,7 +70,8 @@ def test_peaks_noise_and_headroom(calm):
     assert applied(sensitive) == ["noise"]
     full = dataclasses.replace(calm, headroom=Headroom({"mid_block": 3, "out_blocks.0": 32_752}, {}))
     assert applied(full) == ["headroom"]
-    assert "The largest activation, 3.275e+04 in out_blocks.0, is 0.5 of fp16's range" in verdict(judge(full))[0]
+    (sentence,) = verdict(judge(full), is_trained=True)
+    assert sentence.startswith("The largest activation, 33,000 in out_blocks.0, is 0.5 of fp16's range: fp16 may")
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,9 @@ def run_onnx(model, inputs, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "config"), [("ddpm", "cs"), ("sd", LS)], ids=str)
-def test_onnx(cases, name, config, tmp_path):
-    sample, expected = run_onnx(apply_skip_scaling(cases[name].build(), config), cases[name].make_inputs(), tmp_path)
+def test_onnx(few_layers, name, config, tmp_path):
+    case = few_layers[name]
+    sample, expected = run_onnx(apply_skip_scaling(case.build(), config), case.make_inputs(), tmp_path)
     torch.testing.assert_close(sample, expected, rtol=1e-3, atol=1e-4)
 
 

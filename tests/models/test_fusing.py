@@ -1,8 +1,11 @@
 """Moving constant factors into weights and out of them, without changing the output."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalelong_diffusers import (
     UserError,
@@ -65,6 +68,32 @@ def test_fused_model_is_plain_and_computes_the_same(cases, name, config):
     assert not torch.allclose(output(case.build().double(), inputs), scaled)
 
 
+class Operations(TorchDispatchMode):
+    """Records the names of all operations of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_fused_model_runs_the_operations_of_the_stock_model(cases, name):
+    case, inputs = cases[name], cases[name].make_inputs()
+    scaled = case.build_scaled("cs")
+    seen = []
+    for model in (case.build(), scaled, fuse_skip_scaling(copy.deepcopy(scaled))):
+        with Operations() as operations:
+            output(model, inputs)
+        seen.append(operations.names)
+    stock, with_factors, fused = seen
+    assert fused == stock
+    assert len(with_factors) > len(stock)
+
+
 @pytest.mark.parametrize("config", CONSTANT, ids=str)
 def test_scaling_a_trained_model_can_preserve_its_output(cases, config):
     for name in LINEAR:
@@ -107,6 +136,11 @@ def test_refuses_learned_factors(trained_uvit):
     with pytest.raises(UserError, match=r"only constant factors can move into weights; .*'ls'"):
         fuse_skip_scaling(apply_skip_scaling(model, "ls"))
     assert model.config.skip_scaling["method"] == "ls"
+
+
+def test_refuses_a_preserve_output_that_is_not_a_bool(trained_uvit):
+    with pytest.raises(UserError, match="preserve_output must be True or False, got 'no'"):
+        apply_skip_scaling(trained_uvit[0], "cs", preserve_output="no")
 
 
 def test_refuses_a_factor_of_zero(trained_uvit):

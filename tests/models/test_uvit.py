@@ -14,7 +14,7 @@ from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from scalelong_diffusers import (
     SkipScalingConfig,
@@ -25,7 +25,8 @@ from scalelong_diffusers import (
     set_skip_scaling_strength,
     skip_connections,
 )
-from scalelong_diffusers.models.uvit import linear_of
+from scalelong_diffusers.models import uvit
+from scalelong_diffusers.models.uvit import attend_by_products, linear_of
 
 
 TINY = {"sample_size": 8, "hidden_size": 32, "num_layers": 6, "num_attention_heads": 4}
@@ -441,6 +442,24 @@ def test_training_step_saves_neither_activations_nor_scaled_skips(checkpointing)
 # --- Features of diffusers and PEFT
 
 
+def test_fused_projections_change_neither_output_nor_names():
+    model = make()
+    expected, names = gradients_of(model), list(model.state_dict())
+    linear, products = nn.functional.linear, []
+    model.fuse_qkv_projections()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "linear", lambda *args: products.append(args[1].shape) or linear(*args))
+        gradients = gradients_of(model)
+    assert products.count((3 * 32, 32)) == 7
+    assert list(model.state_dict()) == names
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key])
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    with_lora = model(images(), 3).sample
+    model.unfuse_qkv_projections()
+    torch.testing.assert_close(model(images(), 3).sample, with_lora, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["cs", "ls", "learnable"])
 @pytest.mark.slow
 def test_compiles_without_a_graph_break(name, fresh_compiler):
@@ -463,14 +482,88 @@ def test_compiled_model_follows_changes_of_the_scaling(fresh_compiler):
         torch.testing.assert_close(compiled(images(), 3).sample, model(images(), 3).sample)
 
 
-def test_blocks_compile_once_for_all_factors(fresh_compiler):
-    counter = CompileCounter()
-    model = make(num_layers=12, skip_scaling=METHODS["cs"])
-    with torch.no_grad():
-        expected = model(images(), 3).sample
-        model.compile_repeated_blocks(fullgraph=True, backend=counter)
-        torch.testing.assert_close(model(images(), 3).sample, expected)
-    assert counter.frame_count <= 4  # encoder blocks, and decoder blocks with the first, second and any factor
+@pytest.mark.parametrize("num_layers", [6, 16])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at the inputs
+@pytest.mark.slow
+def test_blocks_compile_to_three_graphs_at_any_depth(backend, num_layers, fresh_compiler):
+    """Blocks of the encoder, and of the decoder with the first factor and with any other."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a compiler")
+    graphs = CompileCounterWithBackend(
+        backend
+    )  # unlike CompileCounter, it runs AOTAutograd, which specializes numbers
+    model = make(num_layers=num_layers, skip_scaling=METHODS["cs"])
+    expected = gradients_of(model)
+    model.compile_repeated_blocks(fullgraph=True, backend=graphs)
+    for key, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-4)
+    assert graphs.frame_count == 3
+
+
+@pytest.mark.slow
+def test_rising_strength_compiles_the_model_twice(fresh_compiler):
+    graphs = CompileCounterWithBackend("aot_eager")
+    model = make(skip_scaling=METHODS["cs"])
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for step in range(6):
+        set_skip_scaling_strength(model, step / 10)
+        torch.testing.assert_close(compiled(images(), 3).sample, model(images(), 3).sample)
+    assert graphs.frame_count <= 3
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_attention_by_products_equals_torchs(with_mask):
+    query, key, value = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
+    mask = torch.arange(9)[None, None, None] < torch.tensor([5, 9]).view(2, 1, 1, 1) if with_mask else None
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(attend_by_products(query, key, value, mask), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_bf16_attends_by_products_only_to_short_sequences(fresh_compiler, monkeypatch):
+    model, operations = make(num_layers=2), set()
+
+    def backend(graph, inputs):
+        operations.update(getattr(node.target, "__name__", node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    for limit in (17, 16):  # the model has 17 tokens
+        monkeypatch.setattr(uvit, "_SHORT_SEQUENCE", limit)
+        torch._dynamo.reset()
+        operations.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(images(), 3).sample
+            result = torch.compile(model, fullgraph=True, backend=backend)(images(), 3).sample
+        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+        assert ("softmax" in operations) == ("scaled_dot_product_attention" not in operations) == (limit == 17)
+
+
+@pytest.mark.parametrize("targets", [["to_q", "to_k", "to_v", "to_out.0"], ["skip_proj", "to_v"]], ids=str)
+@pytest.mark.slow
+def test_compiled_model_uses_a_lora(targets, fresh_compiler):
+    model = make(skip_scaling=METHODS["cs"])
+    plain = model(images(), 3).sample
+    names = model.state_dict().keys()
+    model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    expected = model(images(), 3).sample
+    assert (expected - plain).abs().max() > 0.01
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images(), 3).sample, expected)
+    assert {name.replace(".base_layer", "") for name in model.state_dict() if "lora" not in name} == set(names)
+
+
+@pytest.mark.slow
+def test_compiled_model_keeps_hooks_of_projections(fresh_compiler):
+    model = make(skip_scaling=METHODS["cs"])
+    plain = model(images(), 3).sample
+    for block in model.out_blocks:
+        for module in (block.skip_proj, block.attn.to_k):
+            module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    expected = model(images(), 3).sample
+    assert (expected - plain).abs().max() > 0.01
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images(), 3).sample, expected)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")

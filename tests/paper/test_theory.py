@@ -99,6 +99,12 @@ def test_bound_unrolls_equation_3():
     assert line["share of c0"][0] == pytest.approx(1)
 
 
+def test_names_tell_draws_of_a_theorem_apart():
+    for planned in (theorems.feature_draws, theorems.gradient_draws, theorems.bound_draws, theorems.variant_draws):
+        draws = set(planned())
+        assert len({each.name for each in draws}) == len(draws)
+
+
 def test_statistics_are_repeatable_and_depend_on_the_seed():
     draws = Draws(2, **SMALL)
     assert measure(draws) == measure(draws)

@@ -53,6 +53,24 @@ def test_identity_gates_do_not_change_the_images(stable_diffusion):
     assert torch.equal(draw(apply_skip_scaling(stable_diffusion, {**LS, "init": "identity"})), plain)
 
 
+def test_strength_can_change_from_step_to_step(stable_diffusion):
+    """Skip-Tuning over time: the first step with all of the scaling, the last one without."""
+    pipe = stable_diffusion
+    plain, used = draw(pipe), []
+    apply_skip_scaling(pipe, {"method": "linear", "kappa": 0.5})
+    always = draw(pipe)
+    pipe.unet.register_forward_pre_hook(lambda unet, args: used.append(unet.skip_scaler.strength))
+
+    def fade_out(pipe, step, timestep, tensors):
+        set_skip_scaling_strength(pipe, 1 - (step + 1) / pipe.num_timesteps)
+        return tensors
+
+    fading = draw(pipe, callback_on_step_end=fade_out)
+    assert used == [1.0, 0.5]
+    assert not any(torch.equal(fading, other) for other in (plain, always))
+    assert torch.equal(draw(pipe), plain)  # the strength stays as the callback left it
+
+
 def test_a_scaled_unet_can_be_passed_to_a_plain_pipeline(stable_diffusion, tmp_path):
     stable_diffusion.save_pretrained(tmp_path)
     unet = ScaleLongUNet2DConditionModel.from_pretrained(tmp_path, subfolder="unet", skip_scaling="cs")

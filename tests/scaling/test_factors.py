@@ -28,6 +28,7 @@ def test_table_of_kappa_and_s():
 def test_factors_by_hand():
     assert skip_factors("cs", 3, 0.5) == [1.0, 0.5, 0.25]
     assert skip_factors("cs", 3, 0.5, reverse=True) == [0.125, 0.25, 0.5]
+    assert skip_factors("linear", 3, 0.5) == [1.0, 0.75, 0.5]
     assert skip_factors("constant", 2, 0.5) == [0.5, 0.5]
     assert skip_factors("inv_sqrt2", 2) == [2**-0.5] * 2
     assert skip_factors("none", 2) == [1.0, 1.0]
@@ -64,3 +65,16 @@ def test_rejects_a_target_of_at_most_one():
     for target in (1, 0.5, -1, float("nan")):
         with pytest.raises(UserError, match=r"the target for S must be above 1, .*, got"):
             solve_kappa(target, 12)
+
+
+@given(st.integers(2, 40))
+def test_auto_of_linear_factors_solves_s_of_five_or_says_that_it_is_impossible(n):
+    lowest = sum((i / (n - 1)) ** 2 for i in range(n))
+    config = SkipScalingConfig("linear", kappa="auto")
+    if lowest > 5:
+        message = f"no kappa gives S = 5 for the method 'linear' and {n} skips: pass a number"
+        with pytest.raises(UserError, match=message):
+            config.resolve(n, "channels")
+    else:
+        factors = skip_factors("linear", n, config.resolve(n, "channels").kappa)
+        assert sum(k * k for k in factors) == pytest.approx(min(5, n))

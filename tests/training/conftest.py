@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -318,6 +318,26 @@ def launch_script(launch_main):
     return run
 
 
+@pytest.fixture(scope="session")
+def double_script():
+    """The unconditional training in float64."""
+    spec = importlib.util.spec_from_file_location("double_script", Path(__file__).parent / "double_script.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def small_run(tiny_config):
+    """`small_run(flag=value)`: the command line of a run of the unconditional script that takes a second."""
+    return lambda **changes: make_flags(**{"model_config_name_or_path": tiny_config, **SMALL, **changes})
+
+
+@pytest.fixture(scope="session")
+def free_port():
+    return _free_port
+
+
 @pytest.fixture
 def launch(tiny_config, launch_main):
     """`launch(output_dir, flag=value)` starts the unconditional script."""
@@ -385,8 +405,9 @@ def _assert_same_run(folder: Path, expected: Path):
 
 def _assert_same_state(checkpoint: Path, expected: Path):
     """Check that weights, EMA weights, optimizer and numbers are bit-identical."""
-    files = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert len(files) == 1 + sum(path.is_dir() for path in expected.iterdir())
+    files, found = (sorted(p.relative_to(f) for p in f.rglob("*.safetensors")) for f in (expected, checkpoint))
+    assert files == found
+    assert len(files) > sum(path.is_dir() for path in expected.iterdir())
     for file in files:
         tensors, wanted = load_file(checkpoint / file), load_file(expected / file)
         assert tensors.keys() == wanted.keys()

@@ -56,6 +56,7 @@ def held_out(folder: Path, validation_size: int, number: int) -> Path:
         ({"preset": "cifar10-uvit-s-2"}, "--preset and --model_config_name_or_path cannot be combined"),
         ({"dataset_name": ""}, "dataset_name must be a string that is not empty, got ''"),
         ({"dataset_name": "user/data", "train_data_dir": "folder"}, "dataset_name and train_data_dir are both given"),
+        ({"compile_repeated_blocks": True}, "--compile_repeated_blocks needs --compile"),
         # Rejected by the run, because of the number of images and processes.
         ({"train_batch_size": 28}, "28 images (--train_batch_size 28 x --gradient_accumulation_steps 1 x 1 process"),
         ({"gradient_accumulation_steps": 7}, "but there are only 27 to train on: use a smaller batch"),
@@ -217,7 +218,7 @@ def test_unreadable_image_stops_the_run_or_is_skipped(train, refused, make_image
     capsys.readouterr()
     train(tmp_path / "run", on_bad_image="skip", dataloader_num_workers=1, **options)
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("3.png, which cannot be read (1 so far)") == 1
+    assert (printed.out + printed.err).count("3.png, which cannot be used (1 so far)") == 1
     assert len(metrics_of(tmp_path / "run")) == 16
 
 
@@ -247,7 +248,7 @@ def test_held_out_images_are_checked_first(train, refused, make_images, tmp_path
     assert name in refused(**options)
     capsys.readouterr()
     train(tmp_path / "skipping", on_bad_image="skip", **options)
-    assert f"{name}, which cannot be read" in capsys.readouterr().out
+    assert f"{name}, which cannot be used" in capsys.readouterr().out
 
 
 def test_warns_of_a_learning_rate_that_only_warms_up(train, tmp_path, capsys):

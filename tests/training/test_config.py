@@ -21,6 +21,7 @@ from scalelong_diffusers.train.finetune_text_to_image import FineTuningConfig
 from scalelong_diffusers.train.train_class_conditional import ClassConditionalConfig
 from scalelong_diffusers.train.train_text_to_image import TextToImageConfig
 from scalelong_diffusers.training import OptimizationConfig, TrainingConfig, make_config, parse_config
+from scalelong_diffusers.training.config import TINY_TRAINING
 from scalelong_diffusers.training.settings import check_same_settings, inexact_resume_warning
 
 
@@ -52,6 +53,7 @@ ALTERNATIVES = [
         "flow_shift": 3.0,
     },
     {"prediction_type": "edm", "edm_sigma_data": 0.7, "edm_p_mean": 0.0, "edm_p_std": 1.0},
+    {"ema_snapshot_steps": 7},
 ]  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def test_flags_and_stored_settings_give_the_same_config(config_class):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rsplit(".", 1)[-1])
 def test_help_shows_an_example_and_every_flag(script, capsys):
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--help"])
+        script.main(["--help-all"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert f"accelerate launch train/{script.__name__.rsplit('.', 1)[-1]}.py --" in shown
@@ -122,6 +124,62 @@ def test_help_shows_an_example_and_every_flag(script, capsys):
         assert f"--{flag}" in shown
         assert len(option.help) > 2
         assert "".join(option.help.split()) in text, flag
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rsplit(".", 1)[-1])
+def test_short_help_fits_two_screens(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n") <= 80
+    assert all(flag in shown for flag in ("accelerate launch", "--help-all", "--config", "--learning_rate"))
+    assert "--adam_epsilon" not in shown
+
+
+def test_config_files_set_flags_and_flags_override_them(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "# a comment\nlearning_rate: 1e-4\nresolution: 64\nrandom_flip: true\nuse_ema: false\nkappa:\n"
+        "pretrained_model_name_or_path: some/sd\nnum_shapes: 100\nvalidation_prompts: ['a cat', -7, 'a dog']\n"
+    )
+    config = parse_config(FineTuningConfig, "", ["--resolution", "32", f"--config={file}"])
+    assert config == make_config(
+        FineTuningConfig, learning_rate=1e-4, resolution=32, random_flip=True, use_ema=False, num_shapes=100,
+        pretrained_model_name_or_path="some/sd", validation_prompts=("a cat", "-7", "a dog"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("learning-rat: 1", "unknown setting 'learning-rat' (did you mean 'learning_rate'?)"),
+        ("config: other.yaml", "unknown setting 'config'"),
+        ("help: true", "unknown setting 'help'"),
+        ("random_flip: maybe", "random_flip must be true or false, got 'maybe'"),
+        ("resolution: [1, 2]", "resolution must be one value, got ['1', '2']"),
+        ("resolution: {a: 1}", "resolution must be one value, got {'a': '1'}"),
+        ("resolution: x", "argument --resolution: invalid int value: 'x'"),
+        ("resolution: -1", "--resolution must be an integer, at least 1"),
+        ("- 1", "must have lines such as 'learning_rate: 1e-4'"),
+        ("", "must have lines such as 'learning_rate: 1e-4'"),
+        ("a: [", "cannot be read: while parsing a flow"),
+        ("[" * 5000, "cannot be read: maximum recursion depth"),
+        ("\ud800", "cannot be read: 'utf-8' codec"),
+        (None, "run.yaml is not a file"),
+    ],
+)
+def test_config_files_with_mistakes_are_one_line_errors(tmp_path, capsys, content, message):
+    file = tmp_path / "run.yaml"
+    if content is not None:
+        file.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(TrainingConfig, "", ["--config", str(file)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_examples_in_help_are_valid_commands():
@@ -145,6 +203,14 @@ def test_presets_fill_in_and_flags_override():
         changes = {"learning_rate": 0.7, "random_flip": False, "train_batch_size": 2, "resolution": 32}
         changed = flat_options(make_config(config_class, preset=preset.name, **latent, **changes))
         assert changed == settings | changes | {"total_batch_size": None}
+
+
+def test_the_tiny_model_implies_settings_that_flags_override():
+    for config_class in CONFIGS.values():
+        settings = flat_options(make_config(config_class, model_type="tiny"))
+        assert TINY_TRAINING.items() <= settings.items()
+        changed = flat_options(make_config(config_class, model_type="tiny", learning_rate=1e-3, total_batch_size=8))
+        assert changed == settings | {"learning_rate": 1e-3, "total_batch_size": 8, "train_batch_size": None}
 
 
 def test_rejects_presets_of_other_scripts():

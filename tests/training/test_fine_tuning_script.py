@@ -18,6 +18,7 @@ from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.noise import trained_process
 from scalelong_diffusers.train import finetune_text_to_image, precompute_latents
 from scalelong_diffusers.training import fine_tuning
+from scalelong_diffusers.training.posthoc_ema import reconstruct_ema
 from scalelong_diffusers.training.stable_diffusion import (
     encode_tokens,
     load_stable_diffusion,
@@ -268,7 +269,7 @@ class TestOutput:
         options = {"validation_prompts": prompts, "num_inference_steps": 2, "sample_steps": 1, "num_samples": 2}
         out = tune(tmp_path / "out", **ONE_STEP, **options)
         with Image.open(out / "samples" / "step-000001.png") as grid:
-            assert grid.size == (32, 32)  # two by two of 16 pixels, the last one empty
+            assert grid.size == (256, 312)  # two by two, the last one empty
 
     def test_is_pushed_with_its_base_model(self, hub, build_kind, tmp_path):
         build_kind("sd1").save_pretrained(tmp_path / "base")
@@ -482,3 +483,14 @@ class TestRejects:
         assert code == 2
         assert errors.startswith("finetune_text_to_image: --validation_prompts: ")
         assert errors.count("\n") == 1
+
+
+def test_ema_of_any_length_keeps_the_class_of_the_pipeline(tune, tmp_path):
+    folder = tune(tmp_path / "tuned", max_train_steps=4, ema_snapshot_steps=1)
+    [result] = reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.1])
+    pipe, tuned = (diffusers.StableDiffusionPipeline.from_pretrained(path) for path in (result.folder, folder))
+    expected = load_file(folder / "ema_snapshots" / "step-4.safetensors")
+    for name, parameter in pipe.unet.named_parameters():
+        torch.testing.assert_close(parameter.data, expected[f"0.1/unet.{name}"])
+    assert any(not torch.equal(p, q) for p, q in zip(pipe.unet.parameters(), tuned.unet.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(pipe.vae.parameters(), tuned.vae.parameters()))

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from safetensors.torch import load_file
 
 from scalelong_diffusers import UViTModel
+from scalelong_diffusers.internals import is_compiled
 from scalelong_diffusers.training import TrainingRun, TrainingStopped
+from scalelong_diffusers.training.run import compile_model
 
 
 pytestmark = pytest.mark.slow
@@ -196,12 +199,28 @@ def test_nonfinite_weights_are_not_saved(train, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+def test_repeated_blocks_are_compiled_if_a_model_has_any(unet_with_dropout):
+    uvit = UViTModel(sample_size=8, hidden_size=16, num_layers=4, num_attention_heads=2)
+    unet = UNet2DModel.from_config(UNet2DModel.load_config(unet_with_dropout))
+    for model in (uvit, unet):
+        compile_model(model, only_repeated_blocks=True)
+    assert [is_compiled(module) for module in (uvit, uvit.mid_block, *uvit.out_blocks, unet)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at the inputs
 @pytest.mark.parametrize(
     "changes",
     [
         {"mixed_precision": "bf16", "snr_gamma": 5, "prediction_type": "v_prediction"},
         {"mixed_precision": "fp16", "ddpm_beta_schedule": "squaredcos_cap_v2"},
         {"compile": True},
+        {"compile": True, "compile_repeated_blocks": True},
         {"continuous_time": True, "prediction_type": "sample", "skip_scaling": "ls"},
     ],
     ids=str,

@@ -1,8 +1,5 @@
 """Training does not depend on how the images of a step are divided between processes and accumulations."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,14 +9,6 @@ from scalelong_diffusers.data import DataConfig, load_training_data
 EIGHT = {"train_batch_size": 8, "max_train_steps": 20, "checkpointing_steps": 20, "skip_scaling": "ls"}
 MUP = {"hidden_size": 32, "mup_base_width": 16, "mup_base_depth": 2}
 TWO_BY_FOUR = {**EIGHT, "train_batch_size": 4}
-
-
-@pytest.fixture(scope="module")
-def double_script():
-    spec = importlib.util.spec_from_file_location("double_script", Path(__file__).parent / "double_script.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

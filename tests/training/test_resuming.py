@@ -19,7 +19,7 @@ from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
 from scalelong_diffusers.data.shapes import Shapes
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import checksum
-from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.pipelines.grids import draw_grid
 from scalelong_diffusers.training import checkpoints, monitoring
 from scalelong_diffusers.training.monitoring import MetricsFile
 
@@ -175,13 +175,13 @@ def sampling(monkeypatch, tmp_path):
     """Two files: the first one appears while samples are made, which lasts until the second one appears."""
     begun, may_end = tmp_path / "begun", tmp_path / "may_end"
 
-    def wait(images, columns):
+    def wait(images, titles):
         begun.touch()
         while not may_end.exists():
             time.sleep(0.001)
-        return grid(images, columns)
+        return draw_grid(images, titles)
 
-    monkeypatch.setattr(monitoring, "grid", wait)
+    monkeypatch.setattr(monitoring, "draw_grid", wait)
     return begun, may_end
 
 

@@ -48,14 +48,19 @@ def size_of(file):
 
 @pytest.mark.slow
 def test_unconditional(unconditional):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     pipe = ScaleLongUnconditionalPipeline.from_pretrained(unconditional)
     assert skip_connections(pipe).config.method == "cs"
     (image,) = pipe(num_inference_steps=2).images
     assert image.size == (8, 8)
-    assert size_of(unconditional / "samples" / "step-000004.png") == (16, 16)
+    assert size_of(unconditional / "samples" / "step-000004.png") == (256, 256)
     run = {"checkpoint-4", "metrics.jsonl", "samples", "settings.json", "logs"}
     assert {path.name for path in unconditional.iterdir()} == {"model_index.json", "scheduler", "unet"} | run
-    assert list((unconditional / "logs").rglob("events.out.tfevents.*"))
+    events = EventAccumulator(str(next((unconditional / "logs").rglob("events.out.tfevents.*")).parent))
+    events.Reload()
+    (logged,) = events.Images("samples")
+    assert (logged.step, logged.width, logged.height) == (4, 256, 256)
 
 
 @pytest.mark.slow

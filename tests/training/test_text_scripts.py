@@ -1,6 +1,7 @@
 """Text-to-image training with a pretrained CLIP, or with a small one that is built from the captions and trained."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from scalelong_diffusers.data import DataConfig, load_training_data
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.train import train_text_to_image
 from scalelong_diffusers.training import text
+from scalelong_diffusers.training.posthoc_ema import reconstruct_ema
 
 
 FAST = {"max_train_steps": 3, "sample_steps": 3, "num_samples": 2, "num_inference_steps": 2}
@@ -82,7 +84,7 @@ class TestSmallClip:
         images = pipe(["a red circle", ""], num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images
         assert [image.size for image in images] == [(8, 8)] * 2
         with Image.open(finished_text / "samples" / "step-000003.png") as grid:
-            assert grid.size == (16, 8)
+            assert grid.size == (256, 156)  # enlarged, with prompts
 
     def test_has_ema_weights(self, finished_text):
         checkpoint = finished_text / "checkpoint-8"
@@ -96,6 +98,15 @@ class TestSmallClip:
         train_text(folder, **options, resume_from_checkpoint="latest")
         assert_same_run(folder, finished_text)
         assert are_equal(weights_of(folder / "text_encoder"), weights_of(finished_text / "text_encoder"))
+
+    def test_ema_of_any_length_has_the_encoder(self, train_text, tmp_path):
+        folder = train_text(tmp_path / "run", max_train_steps=2, ema_snapshot_steps=1)
+        [result] = reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.05])
+        encoder = ScaleLongTextToImagePipeline.from_pretrained(result.folder).text_encoder
+        expected = load_file(folder / "ema_snapshots" / "step-2.safetensors")
+        for name, parameter in encoder.named_parameters():
+            torch.testing.assert_close(parameter.data, expected[f"0.05/text_encoder.{name}"])
+        assert not are_equal(weights_of(Path(result.folder, "text_encoder")), weights_of(folder / "text_encoder"))
 
     def test_gradient_checkpointing_changes_nothing(self, train_text, finished_text, metrics_of, tmp_path):
         folder = train_text(tmp_path / "run", **FAST, ema_decay=0.5, gradient_checkpointing=True)

@@ -17,35 +17,36 @@ import pytest
 from PIL import Image
 from web_pages import CONTRASTS
 
+from scalelong_diffusers.cli import demo, main
+from scalelong_diffusers.cli.demo_page import Frame, Run, build_page
 from scalelong_diffusers.data import COLORS
 from scalelong_diffusers.data.shapes import Drawing
-from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.pipelines.grids import cut_grid, draw_grid
 
 
 STEPS = 24
 RUNS = ("plain", "residual")
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Few images to train on, one sample per class, and two sampling steps.
-SMALL_DEMO = f"""
+SMALL_DEMO = """
 import sys
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import demo
+from scalelong_diffusers.cli import demo, main
 demo.NUM_IMAGES = 600
 demo.SAMPLES = 30
 demo.SAMPLING["steps"] = 2
-demo.main()
+sys.exit(main(["demo", *sys.argv[1:]]))
 """
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def demo_folder(tmp_path_factory):
     """Run the demo, interrupt both trainings, run it again, and return its folder."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-c", SMALL_DEMO, "--steps", str(STEPS), "--folder", str(folder)]
+    command = [sys.executable, "-c", SMALL_DEMO, "--steps", str(STEPS), "--output_dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     logs = [folder / name / "metrics.jsonl" for name in RUNS]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not all(log.exists() and log.read_text() for log in logs):
         assert first.poll() is None, first.communicate()[1]
         assert time.monotonic() < deadline
@@ -54,7 +55,7 @@ def demo(tmp_path_factory):
     errors = first.communicate(timeout=60)[1]
     assert first.returncode == 130
     assert "Traceback" not in errors
-    assert "demo: interrupted; run the same command again to resume" in errors
+    assert "scalelong: interrupted; run the same command again to resume" in errors
     assert not (folder / "index.html").exists()
     assert all(list((folder / name).glob("checkpoint-*")) for name in RUNS)
     assert "stopped by SIGTERM after step" in "".join((folder / f"{name}.log").read_text() for name in RUNS)
@@ -72,76 +73,69 @@ def demo(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(open_page, demo):
+def opened(open_page, demo_folder):
     """Return a function that opens the page."""
-    return partial(open_page, demo / "index.html")
+    return partial(open_page, demo_folder / "index.html")
 
 
-def test_flags_set_steps_and_folder(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-
-    assert demo.parse_args([]).steps == demo.STEPS
-    assert demo.parse_args(["--quick"]).steps == demo.QUICK_STEPS
-    assert demo.parse_args(["--steps", "70"]).steps == 70
-    # They use different folders.
-    folders = {demo.parse_args(flags).folder for flags in ([], ["--quick"], ["--steps", "70"])}
-    assert len(folders) == 3
-    with pytest.raises(SystemExit) as refused:
-        demo.parse_args(["--steps", "0"])
-    assert refused.value.code == 2
-    assert "--steps must be at least 10, got 0" in capsys.readouterr().err
+def test_flags_set_steps_and_folder(monkeypatch, capsys, tmp_path):
+    trained = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(demo, "train", lambda folder, steps: trained.append((folder.relative_to(tmp_path), steps)))
+    monkeypatch.setattr(demo, "finish_run", lambda folder, steps: None)
+    monkeypatch.setattr(demo, "build_page", lambda *arguments, **options: "")
+    for flags in ([], ["--quick"], ["--steps", "70"], ["--output_dir", "here"]):
+        assert main(["demo", *flags]) == 0
+    expected = {"runs/demo": 3000, "runs/demo-150": 150, "runs/demo-70": 70, "here": 3000}
+    assert trained == [(Path(folder), steps) for folder, steps in expected.items()]
+    capsys.readouterr()
+    assert main(["demo", "--steps", "0"]) == 2
+    assert "--steps must be at least 10 and at most 1,000,000, got 0" in capsys.readouterr().err
+    Path("file").touch()
+    assert main(["demo", "--output_dir", "file"]) == 2
+    assert "cannot write to --output_dir" in capsys.readouterr().err
 
 
 def test_keeps_folders_that_are_not_runs(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-
     folder = tmp_path / "plain"
     (folder / "samples").mkdir(parents=True)
     for name in ("thesis.txt", "settings.json"):
-        with pytest.raises(SystemExit, match="contains other files: pass another --folder"):
+        with pytest.raises(UserError, match="contains other files: pass another --output_dir"):
             demo.training_command(folder, STEPS)
         (folder / name).write_text("{}")
-    with pytest.raises(SystemExit, match="contains other files: pass another --folder"):
+    with pytest.raises(UserError, match="contains other files: pass another --output_dir"):
         demo.train(tmp_path, STEPS)
     assert (folder / "thesis.txt").read_text() == "{}"
 
 
 def test_keeps_runs_with_other_settings(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-
     folder = tmp_path / "residual"
     (folder / "checkpoint-20000").mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps({**demo.TRAINING, "max_train_steps": 20000}))
-    with pytest.raises(SystemExit, match="contains other files: pass another --folder, or delete it"):
+    with pytest.raises(UserError, match="contains other files: pass another --output_dir, or delete it"):
         demo.training_command(folder, 3000)
     assert (folder / "checkpoint-20000").is_dir()
 
 
 def test_film_cuts_grids_into_classes(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-
     assert demo.film_steps(4000) == [1000, 2000, 3000, 4000]
     assert demo.film_steps(24) == [6, 12, 18, 24]
     drawings = {f"{drawing.color} {drawing.shape}": drawing for drawing in map(Drawing.from_number, range(30))}
     drawn = [demo.easier(drawings[name]).paint(demo.MODEL["sample_size"]) for name in demo.CLASSES]
     drawn[7], drawn[8] = drawn[8], drawn[7]
     (tmp_path / "samples").mkdir()
-    grid([Image.fromarray(pixels) for pixels in drawn], columns=None).save(tmp_path / "samples" / "step-000006.png")
+    picture = draw_grid([Image.fromarray(pixels) for pixels in drawn], demo.CLASSES)
+    picture.save(tmp_path / "samples" / "step-000006.png")
     frame = demo.read_frame(tmp_path, 6)
     assert frame.correct == 28
-    columns = demo.cut(Image.open(io.BytesIO(frame.png)), demo.MODEL["sample_size"])[:6]
+    size = (demo.MODEL["sample_size"],) * 2
+    columns = cut_grid(Image.open(io.BytesIO(frame.png)), size, has_titles=False)[:6]
     assert [demo.recognize_class(image) for image in columns] == [f"{color} circle" for color in COLORS]
     assert demo.read_frame(tmp_path, 12) == demo.Frame(12, None, 0)
 
 
 def test_draws_a_dataset_whose_classes_can_be_recognized(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-
     monkeypatch.setattr(demo, "NUM_IMAGES", 300)
     (tmp_path / "data.partial").mkdir()  # of a process that was killed
     demo.draw_images(tmp_path / "data")
@@ -154,9 +148,6 @@ def test_draws_a_dataset_whose_classes_can_be_recognized(monkeypatch, tmp_path):
 
 
 def test_diverged_trainings_end_on_the_page_and_others_end_the_demo(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-
     folder = tmp_path / "plain"
     failed = SimpleNamespace(poll=lambda: 1)
     message = "train: step 90: 10 steps in a row had a non-finite loss or gradient; try a lower --learning_rate"
@@ -166,7 +157,7 @@ def test_diverged_trainings_end_on_the_page_and_others_end_the_demo(monkeypatch,
     assert run.diverged
     assert run.images == []
     (tmp_path / "plain.log").write_text("train: cannot write the log: no space left on device\n")
-    with pytest.raises(SystemExit, match=r"demo: the training in .*plain failed: train: cannot write the log"):
+    with pytest.raises(SystemExit, match=r"scalelong: the training in .*plain failed: train: cannot write the log"):
         demo.check_exit(folder, failed)
 
 
@@ -201,10 +192,6 @@ def test_diverged_trainings_end_on_the_page_and_others_end_the_demo(monkeypatch,
     ],
 )
 def test_first_sentence_gives_the_ratio_of_steps(monkeypatch, plain, residual, sentence):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import demo
-    from demo_page import Frame, Run, build_page
-
     runs = []
     for setup, losses in zip(demo.RUNS.values(), (plain, residual)):
         metrics = [{"step": 1000 * k, "grad_norm": 0.5, "images_per_second": 9.0} for k in range(1, 5)]
@@ -221,21 +208,21 @@ def test_first_sentence_gives_the_ratio_of_steps(monkeypatch, plain, residual, s
 
 
 @pytest.mark.slow
-def test_resumed_demo_logs_each_step_once(demo):
+def test_resumed_demo_logs_each_step_once(demo_folder):
     for name in RUNS:
-        lines = [json.loads(line) for line in (demo / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (demo_folder / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [10, 20, STEPS]
-    settings = [json.loads((demo / name / "settings.json").read_text()) for name in RUNS]
+    settings = [json.loads((demo_folder / name / "settings.json").read_text()) for name in RUNS]
     assert "latest" in [each["resume_from_checkpoint"] for each in settings]
     assert [each["skip_init"] for each in settings] == ["reference", "sum"]
-    assert [json.loads((demo / f"{name}.json").read_text())["block_scale"] for name in RUNS] == [1.0, "rezero"]
+    assert [json.loads((demo_folder / f"{name}.json").read_text())["block_scale"] for name in RUNS] == [1.0, "rezero"]
 
 
 @pytest.mark.slow
-def test_page_loads_nothing_and_has_no_errors(opened, demo):
+def test_page_loads_nothing_and_has_no_errors(opened, demo_folder):
     page = opened()
     assert page.errors == []
-    assert [url for url in page.requested if not url.startswith("data:")] == [(demo / "index.html").as_uri()]
+    assert [url for url in page.requested if not url.startswith("data:")] == [(demo_folder / "index.html").as_uri()]
 
 
 @pytest.mark.slow
@@ -340,7 +327,7 @@ def test_page_starts_with_a_verdict_and_ends_with_next_steps(opened):
 
 
 @pytest.mark.slow
-def test_code_on_the_page_loads_the_model(opened, demo, monkeypatch):
-    monkeypatch.chdir(demo)
+def test_code_on_the_page_loads_the_model(opened, demo_folder, monkeypatch):
+    monkeypatch.chdir(demo_folder)
     exec(opened().locator("pre code").inner_text(), {})
-    assert (demo / "image.png").stat().st_size > 0
+    assert (demo_folder / "image.png").stat().st_size > 0

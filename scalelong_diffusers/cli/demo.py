@@ -1,10 +1,8 @@
 """
-Train the same small, deep U-ViT with two starts of its skip layers, and write a page that compares them (`make demo`).
-
-    python benchmarks/demo.py [--quick | --steps N] [--folder runs/demo]
+`scalelong demo` trains the same small, deep U-ViT with two starts of its skip layers, and compares them on a page.
 
 All settings are fixed in this file. Both runs have the same seed, data and number of steps and differ only in RUNS.
-They train at the same time, each with one thread. To resume after an interruption, run the same command again.
+They train at the same time, each with one thread.
 """
 
 import argparse
@@ -13,24 +11,25 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from demo_page import Frame, Run, build_page
 from PIL import Image
 from tqdm import tqdm
 
+from scalelong_diffusers.cli.demo_page import Frame, Run, build_page
 from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.shapes import Drawing
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.experiments.trainings import exit_on_signals, read_log
-from scalelong_diffusers.pipelines.sampling import grid
+from scalelong_diffusers.pipelines.grids import cut_grid, draw_grid
+from scalelong_diffusers.terminal import print_lines
 
 
 # Everything in which the two runs differ: flags of the training script and fields of the model's config.
@@ -84,48 +83,45 @@ SAMPLES = 4 * len(CLASSES)
 SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batch_size": 30}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the flags and choose the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--quick",
-        action="store_const",
-        dest="steps",
-        const=QUICK_STEPS,
-        help=f"train {QUICK_STEPS} steps, just to see that it works",
+def add_command(commands: argparse._SubParsersAction):
+    parser = commands.add_parser(
+        "demo",
+        help="train a small U-ViT with two starts of its skip layers, and compare them",
+        description=(
+            "Train a small U-ViT twice, plain and with the residual start, to draw shapes in colors, and write a page "
+            "that compares the two runs. If interrupted, run the same command again to resume."
+        ),
     )
-    length.add_argument("--steps", type=int, help=f"steps of each run, at least 10 (default: {STEPS})")
-    parser.add_argument("--folder", type=Path, help="output folder (default: runs/demo, or runs/demo-N for N steps)")
-    parser.set_defaults(steps=STEPS)
-    arguments = parser.parse_args(argv)
-    if arguments.steps < TRAINING["logging_steps"]:
-        parser.error(f"--steps must be at least {TRAINING['logging_steps']}, got {arguments.steps}")
-    if arguments.folder is None:
-        arguments.folder = Path("runs", "demo" if arguments.steps == STEPS else f"demo-{arguments.steps}")
-    return arguments
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help=f"train {QUICK_STEPS} steps, just to see that it works")
+    length.add_argument("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
+    parser.add_argument(
+        "--output_dir", type=Path, metavar="DIR", help="folder (default: runs/demo, or runs/demo-STEPS)"
+    )
+    parser.set_defaults(run=run)
 
 
-def main():
-    arguments = parse_args()
+def run(arguments: argparse.Namespace) -> int:
+    steps = QUICK_STEPS if arguments.quick else arguments.steps
+    least, most = TRAINING["logging_steps"], 1_000_000
+    if not least <= steps <= most:
+        raise UserError(f"steps must be at least {least} and at most {most:,}, got {steps}")
+    default = Path("runs", "demo" if steps == STEPS else f"demo-{steps}")
+    folder = (arguments.output_dir or default).resolve()
     exit_on_signals()
-    folder = arguments.folder.resolve()
-    steps = arguments.steps
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        train(folder, steps)
-        runs = [finish_run(folder / name, steps) for name in RUNS]
-    except KeyboardInterrupt:
-        print("demo: interrupted; run the same command again to resume", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except FileExistsError:
-        sys.exit(f"demo: {folder} is a file: pass another --folder")
+    except OSError as error:
+        raise UserError(f"cannot write to --output_dir {folder}: {error}") from error
+    train(folder, steps)
+    runs = [finish_run(folder / name, steps) for name in RUNS]
     settings = {"model": f"UViTModel({_joined(MODEL)})", "max_train_steps": steps, **TRAINING}
     settings |= {"sampling": _joined(SAMPLING), "evaluated images": SAMPLES}
     page = folder / "index.html"
     content = build_page(runs, settings, {**machine(), "threads": "1 per run"}, PILOT, full_steps=STEPS)
     page.write_text(content, encoding="utf-8")
-    print(f"open {page.as_uri()}")
+    print_lines(f"open {page.as_uri()}")
+    return 0
 
 
 # Training
@@ -162,7 +158,7 @@ def train(folder: Path, steps: int):
     if not waiting:
         return
     draw_images(folder / "data")
-    print(f"training {len(waiting)} of {len(RUNS)} models; their output is in {folder}/*.log", flush=True)
+    print_lines(f"training {len(waiting)} of {len(RUNS)} models; their output is in {folder}/*.log")
     processes = {}
     with stopped_on_errors(processes):
         for name, command in waiting.items():
@@ -205,7 +201,7 @@ def training_command(folder: Path, steps: int) -> list[str] | None:
         return None
     if folder.exists() and not (has_same_settings and any(folder.glob("checkpoint-*"))):
         if not _is_run_without_checkpoint(folder):
-            sys.exit(f"demo: {folder} contains other files: pass another --folder, or delete it")
+            raise UserError(f"{folder} contains other files: pass another --output_dir, or delete it")
         shutil.rmtree(folder)
     config.write_text(model)
     paths = {"output_dir": folder, "model_config_name_or_path": config, "checkpoints_total_limit": 1}
@@ -269,7 +265,7 @@ def show_progress(bar: tqdm, metrics: list[dict[str, Any]]):
 def check_exit(folder: Path, process: subprocess.Popen):
     """Exit if a training has failed, unless it diverged."""
     if process.poll() and not has_diverged(folder):
-        sys.exit(f"demo: the training in {folder} failed: {_last_message(folder)}")
+        sys.exit(f"scalelong: the training in {folder} failed: {_last_message(folder)}")
 
 
 def has_diverged(folder: Path) -> bool:
@@ -286,7 +282,7 @@ def finish_run(folder: Path, steps: int) -> Run:
     images = folder / "images"
     numbers = () if has_diverged(folder) else range(SAMPLES)
     if numbers:
-        print(f"sampling the {run['label']}", flush=True)
+        print_lines(f"sampling the {run['label']}")
         sample(folder, images)
     samples = [(CLASSES[k % len(CLASSES)], images / f"{k:06d}.png") for k in numbers]
     return Run(
@@ -322,16 +318,11 @@ def read_frame(folder: Path, step: int) -> Frame:
     if not file.exists():  # the model made no finite images
         return Frame(step, None, 0)
     with Image.open(file) as picture:
-        images = dict(zip(CLASSES, cut(picture, MODEL["sample_size"])))
+        images = dict(zip(CLASSES, cut_grid(picture, (MODEL["sample_size"],) * 2, has_titles=True)))
     png = io.BytesIO()
-    grid([images[f"{color} {shape}"] for shape in SHAPES for color in COLORS], len(COLORS)).save(png, format="PNG")
+    ordered = [images[f"{color} {shape}"] for shape in SHAPES for color in COLORS]
+    draw_grid(ordered, columns=len(COLORS)).save(png, format="PNG")
     return Frame(step, png.getvalue(), sum(recognize_class(image) == wanted for wanted, image in images.items()))
-
-
-def cut(picture: Image.Image, size: int) -> list[Image.Image]:
-    """Cut a grid into its images, row by row."""
-    corners = [(x, y) for y in range(0, picture.height, size) for x in range(0, picture.width, size)]
-    return [picture.crop((x, y, x + size, y + size)) for x, y in corners]
 
 
 def recognize_class(image: Image.Image) -> str:
@@ -346,7 +337,7 @@ def recognize_class(image: Image.Image) -> str:
 def _is_run_without_checkpoint(folder: Path) -> bool:
     """Return whether a folder is empty or has only what a training writes before its first checkpoint."""
     names = {path.name for path in folder.iterdir()}
-    return not names or {"settings.json"} <= names <= {"settings.json", "metrics.jsonl", "samples"}
+    return not names or {"settings.json"} <= names <= {"settings.json", "metrics.jsonl", "samples", "unfinished"}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -369,7 +360,3 @@ def _last_message(folder: Path) -> str:
 
 def _joined(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
-
-
-if __name__ == "__main__":
-    main()
