@@ -285,6 +285,7 @@ def test_resumes_a_run_from_before_newer_settings(train, stopped_at, finished, a
 
     def forget_settings(state):
         assert [state["settings"].pop(name) for name in new] == [None] * len(new)
+        assert state["settings"].pop("flow_shift") == 1.0
 
     rewrite(folder / "checkpoint-8", "state.json", forget_settings)
     entries = ("skip_init", "zero_init_residual", "mup_base_width", "mup_base_depth")
