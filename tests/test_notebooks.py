@@ -79,7 +79,7 @@ def test_train_on_your_images(run, tmp_path):
     (curve,) = [output.data["image/svg+xml"] for output in outputs if "image/svg+xml" in output.get("data", {})]
     assert curve.count("<polyline") == 2
     samples, strengths = images_of(outputs)
-    assert (samples.size, strengths.size) == ((64, 8), (64, 24))
+    assert (samples.size, strengths.size) == ((1024, 128), (1024, 384))
     assert (tmp_path / "model" / "model_index.json").exists()
 
 

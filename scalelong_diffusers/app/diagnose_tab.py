@@ -22,7 +22,7 @@ def diagnose_tab(app: "App"):
     job = app.diagnosis
     with gr.Row():
         model = gr.Textbox(label="Model", info="all that `scalelong diagnose` takes", scale=5)
-        num_images = gr.Slider(2, 64, 16, step=1, label="Images", scale=2, min_width=160)
+        num_images = gr.Slider(8, 64, 16, step=1, label="Images", scale=2, min_width=160)
         start = gr.Button("Diagnose", variant="primary", scale=1, min_width=80)
         stop = gr.Button("Stop", variant="stop", scale=1, min_width=80)
     state = gr.Textbox(label="State", interactive=False)

@@ -265,7 +265,7 @@ def test_diagnosis_shows_its_page(opened, model):
     page = opened()
     page.get_by_role("tab", name="Diagnose").click()
     assert page.get_by_label("Model").last.input_value() == str(model)
-    page.get_by_label("number input for Images").last.fill("2")
+    page.get_by_label("number input for Images").last.fill("8")
     page.get_by_role("button", name="Diagnose").click()
     report = page.frame_locator("iframe.report")
     report.get_by_text("The rules", exact=True).wait_for(timeout=280_000)
