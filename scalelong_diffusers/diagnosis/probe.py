@@ -18,8 +18,8 @@ from diffusers import ModelMixin
 from torch import nn
 from tqdm import tqdm
 
-from scalelong_diffusers.diagnosis.measure import Advance, ignore_progress
 from scalelong_diffusers.diagnosis.diagnose import evaluating
+from scalelong_diffusers.diagnosis.measure import Advance, ignore_progress
 from scalelong_diffusers.models.mixin import skip_layout
 from scalelong_diffusers.models.skips import SkipObserver
 from scalelong_diffusers.noise import NoiseProcess
