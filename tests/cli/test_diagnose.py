@@ -242,7 +242,7 @@ def test_rejects_bad_input_with_one_line(error_of, config, cases, pictures, tmp_
         (tmp_path / "damaged",): "damaged",
         (tmp_path / "dit.json",): "DiTTransformer2DModel has no long skip connections that can be scaled",
         (tmp_path / "none.json",): "must hold a JSON object",
-        (tmp_path / "wide",): "has sample_size=[8, 4], and `scalelong diagnose` takes square images: pass --resolution",
+        (tmp_path / "wide",): "has sample_size=[8, 4], and `scalelong diagnose` takes square images",
         (tmp_path / "latent", "--train_data_dir", pictures): "takes 4 channels, not images",
         (tmp_path / "kandinsky",): "kandinsky takes added_cond_kwargs (addition_embed_type='text_image'), which",
         (config, "--num_images", 7): "--num_images must be an integer, at least 8 and at most 100,000, got 7",
