@@ -271,7 +271,7 @@ def test_film_strip_compares_the_runs_at_equal_steps(opened):
         ]
         assert [alt.split(":")[0] for alt, *_ in film] == expected
         assert all(re.search(r": \d+ of 30 right$", alt) for alt, *_ in film)
-        assert {width for _, width, *_ in film} == {96}
+        assert {width for _, width, *_ in film} == {6 * 128}
         # One row per run, or one column per run on a phone.
         plain, residual = film[:4], film[4:]
         assert len({picture[row] for picture in plain}) == len({picture[row] for picture in residual}) == 1

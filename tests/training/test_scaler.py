@@ -18,9 +18,9 @@ def scaler(monkeypatch):
     """Train with a gradient scaler on the CPU."""
     start = TrainingRun.start
 
-    def start_with_scaler(run, *args):
+    def start_with_scaler(run, *args, **options):
         run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        start(run, *args)
+        start(run, *args, **options)
 
     monkeypatch.setattr(TrainingRun, "start", start_with_scaler)
 

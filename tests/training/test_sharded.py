@@ -250,9 +250,9 @@ def test_gradient_scaler_skips_an_overflow_in_one_shard(shard, tmp_path):
     """accelerate has a scaler only on GPUs. The gradient of the first process overflows in step 2."""
     start, backward = TrainingRun.start, Accelerator.backward
 
-    def start_with_scaler(run, *args):
+    def start_with_scaler(run, *args, **options):
         run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        start(run, *args)
+        start(run, *args, **options)
         run.accelerator.trained = run.optimizer_step
 
     def overflow(accelerator, loss):
