@@ -42,7 +42,7 @@ docs: .venv/installed-docs
 
 # Build the documentation, and fail at broken links.
 docs-check: .venv/installed-docs
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 .venv/installed-docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

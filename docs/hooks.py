@@ -11,8 +11,9 @@ from mkdocs.structure.pages import Page
 
 
 _FROM_README = re.compile(r"(\]\(|srcset=\"|src=\")docs/")
-# Files that are not pages are shown as code.
-_OTHER_FILES = re.compile(r"\[([^]]+)\]\((?:\.\./)?(?:[\w/]+\.py|CONTRIBUTING\.md|SECURITY\.md)(?:#[\w-]*)?\)")
+# Links to files outside of docs/, in the README and in a page.
+_OTHER_FILES_OF_README = re.compile(r"\[([^]]+)\]\((?!docs/|https?://|#)[^)]+\)")
+_OTHER_FILES = re.compile(r"\[([^]]+)\]\(\.\./[^)]+\)")
 # As pymdownx.arithmatex marks them.
 _FORMULA = re.compile(r"<(?:span|div) class=\"arithmatex\">\\([(\[])(.*?)\\[)\]]</(?:span|div)>", re.DOTALL)
 
@@ -20,7 +21,8 @@ _FORMULA = re.compile(r"<(?:span|div) class=\"arithmatex\">\\([(\[])(.*?)\\[)\]]
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the README as the home page."""
     readme = Path(config.config_file_path).with_name("README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=_FROM_README.sub(r"\1", readme)))
+    content = _FROM_README.sub(r"\1", _OTHER_FILES_OF_README.sub(r"\1", readme))
+    files.append(File.generated(config, "index.md", content=content))
     return files
 
 

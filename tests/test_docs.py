@@ -75,7 +75,7 @@ def test_public_names_have_a_docstring_and_an_example_that_runs():
 @pytest.mark.slow
 def test_documentation_site_builds_without_warnings(project_root, tmp_path):
     pytest.importorskip("mkdocs", reason="make docs-check installs it")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(build, cwd=project_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # The README is the home page, and the browser draws formulas without a script.
