@@ -30,7 +30,7 @@ BETA_SCHEDULES = {
 BETA_PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 FLOW, EDM = "flow", "edm"
 # The options of a config that a prediction type reads.
-_OF_BETAS = ("ddpm_beta_schedule", "continuous_time")
+_OF_BETAS = ("ddpm_beta_schedule", "continuous_time", "snr_gamma")
 OPTIONS_OF = {
     **dict.fromkeys(BETA_PREDICTION_TYPES, _OF_BETAS),
     FLOW: ("weighting_scheme", "logit_mean", "logit_std", "flow_shift"),
@@ -90,6 +90,12 @@ class NoiseConfig:
             value = getattr(self, field.name)
             if value != field.default and field.name not in OPTIONS_OF[self.prediction_type]:
                 raise UserError(f"{field.name} {value} has no effect with prediction_type {self.prediction_type}")
+
+
+def without_unread_options(implied: Mapping[str, Any], prediction_type: str | None) -> dict[str, Any]:
+    """Return implied options, without those that the passed prediction type, if there is one, does not read."""
+    read, known = OPTIONS_OF.get(prediction_type), set().union(*OPTIONS_OF.values())
+    return {flag: value for flag, value in implied.items() if read is None or flag in read or flag not in known}
 
 
 class NoiseProcess(ABC):

@@ -313,6 +313,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 _ALWAYS_SHOWN = ("help", "help_all", "config")
+# How YAML spells an entry without a value.
+_NO_VALUE = ("", "~", "null", "Null", "NULL")
 
 
 class _Help(argparse.Action):
@@ -348,7 +350,7 @@ def _words_of_file(file: str, actions: Mapping[str, argparse.Action]) -> list[st
 
 def _words_of_entry(file: str, name: str, value: Any, action: argparse.Action) -> list[str]:
     """Return the flag and the values of an entry. An entry without a value sets nothing."""
-    if value in ("", "null"):
+    if value in _NO_VALUE:
         return []
     if isinstance(action, argparse.BooleanOptionalAction):
         if value not in ("true", "false"):

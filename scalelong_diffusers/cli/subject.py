@@ -21,7 +21,13 @@ from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import scaled_class_by_name
-from scalelong_diffusers.noise import NoiseConfig, NoiseProcess, noise_process, trained_process
+from scalelong_diffusers.noise import (
+    NoiseConfig,
+    NoiseProcess,
+    noise_process,
+    trained_process,
+    without_unread_options,
+)
 from scalelong_diffusers.options import build_config, options_of
 from scalelong_diffusers.pipelines.compatibility import (
     Autoencoder,
@@ -94,7 +100,7 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
         if read_json(folder, INDEX) is not None:
             return _from_pipeline(_load_pipeline(folder), settings, given)
         model, is_trained = _load_model(folder, seed)
-    return Subject(model, _noise_process({**settings, **given}), settings, is_trained)
+    return Subject(model, _noise_process(settings, given), settings, is_trained)
 
 
 def _check_source(source: str):
@@ -118,12 +124,13 @@ def _load_pipeline(folder: str) -> DiffusionPipeline:
 def _from_pipeline(pipe: DiffusionPipeline, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Subject:
     flags = {flag for flag, _, _ in options_of(NoiseConfig)}
     is_set = flags & {**settings, **given}.keys()
-    noising = _noise_process({**settings, **given}) if is_set else trained_process(pipe)
+    noising = _noise_process(settings, given) if is_set else trained_process(pipe)
     return Subject(pipe.unet, noising, settings, pipe=pipe)
 
 
-def _noise_process(values: Mapping[str, Any]) -> NoiseProcess:
-    return noise_process(build_config(NoiseConfig, values))
+def _noise_process(settings: Mapping[str, Any], given: Mapping[str, Any]) -> NoiseProcess:
+    fitting = without_unread_options(settings, given.get("prediction_type"))
+    return noise_process(build_config(NoiseConfig, {**fitting, **given}))
 
 
 def _model_folder(source: str) -> str:

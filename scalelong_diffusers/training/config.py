@@ -13,7 +13,7 @@ from scalelong_diffusers.data import DataConfig
 from scalelong_diffusers.download import check_repo_id, use_cache_if_offline
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.models.skip_init import SKIP_INITS
-from scalelong_diffusers.noise import OPTIONS_OF, NoiseConfig
+from scalelong_diffusers.noise import NoiseConfig, noise_process, without_unread_options
 from scalelong_diffusers.options import (
     ArgumentParser,
     add_options,
@@ -357,6 +357,7 @@ class TrainingConfig(RunConfig):
         if self.optimization.skip_scaling_warmup_steps and (is_plain or self.skip_scaling.strength == 0):
             reason = "--skip_scaling none" if is_plain else "--skip_scaling_strength 0"
             raise UserError(f"--skip_scaling_warmup_steps has nothing to warm up with {reason}")
+        noise_process(self.noise, self.optimization.snr_gamma)  # reports options that do not fit before data is loaded
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -369,7 +370,7 @@ class TrainingConfig(RunConfig):
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         if values.get("model_type") == "tiny":
-            return _without_batch_size(TINY_TRAINING, values)
+            return _fitting(TINY_TRAINING, values)
         if values.get("preset") is None:
             return {}
         preset = get_preset(values["preset"])
@@ -377,16 +378,15 @@ class TrainingConfig(RunConfig):
             script = preset.task.replace("-", "_")
             accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
             raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
-        implied = _without_batch_size(preset.training, values)
-        used = OPTIONS_OF.get(values.get("prediction_type"), implied)
-        return {flag: value for flag, value in implied.items() if flag in used or flag not in OPTIONS_OF["epsilon"]}
+        return _fitting(preset.training, values)
 
 
-def _without_batch_size(implied: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return implied options without a batch size if the passed options have one."""
+def _fitting(implied: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the implied options that fit the passed ones, which may have a batch size and a prediction type."""
     sizes = ("train_batch_size", "total_batch_size")
     is_set = any(values.get(name) is not None for name in sizes)
-    return {name: value for name, value in implied.items() if not (is_set and name in sizes)}
+    fitting = without_unread_options(implied, values.get("prediction_type"))
+    return {name: value for name, value in fitting.items() if not (is_set and name in sizes)}
 
 
 Config = TypeVar("Config", bound=RunConfig)

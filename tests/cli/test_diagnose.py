@@ -168,6 +168,7 @@ def test_takes_a_preset(error_of, diagnose, monkeypatch):
     assert len(result["skips"]) == 6
     # Its noise is continuous, so that timesteps are not integers.
     assert any(part["timestep"] % 1 for part in result["schedule"])
+    assert diagnose("cifar10-uvit-s-2", "--prediction_type", "flow")["loss"] != result["loss"]
 
 
 @pytest.fixture

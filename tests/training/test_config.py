@@ -54,6 +54,7 @@ ALTERNATIVES = [
     },
     {"prediction_type": "edm", "edm_sigma_data": 0.7, "edm_p_mean": 0.0, "edm_p_std": 1.0},
     {"ema_snapshot_steps": 7},
+    {"ddpm_beta_schedule": "scaled_linear"},
 ]  # fmt: skip
 
 
@@ -142,6 +143,7 @@ def test_config_files_set_flags_and_flags_override_them(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "# a comment\nlearning_rate: 1e-4\nresolution: 64\nrandom_flip: true\nuse_ema: false\nkappa:\n"
+        "resume_from_checkpoint: ~\nhub_model_id: null\neval_reference: Null\n"
         "pretrained_model_name_or_path: some/sd\nnum_shapes: 100\nvalidation_prompts: ['a cat', -7, 'a dog']\n"
     )
     config = parse_config(FineTuningConfig, "", ["--resolution", "32", f"--config={file}"])
@@ -161,6 +163,8 @@ def test_config_files_set_flags_and_flags_override_them(tmp_path):
         ("resolution: [1, 2]", "resolution must be one value, got ['1', '2']"),
         ("resolution: {a: 1}", "resolution must be one value, got {'a': '1'}"),
         ("resolution: x", "argument --resolution: invalid int value: 'x'"),
+        ("resolution: 1.5", "argument --resolution: invalid int value: '1.5'"),
+        ("use_ema: [true]", "use_ema must be true or false, got ['true']"),
         ("resolution: -1", "--resolution must be an integer, at least 1"),
         ("- 1", "must have lines such as 'learning_rate: 1e-4'"),
         ("", "must have lines such as 'learning_rate: 1e-4'"),
@@ -211,6 +215,20 @@ def test_the_tiny_model_implies_settings_that_flags_override():
         assert TINY_TRAINING.items() <= settings.items()
         changed = flat_options(make_config(config_class, model_type="tiny", learning_rate=1e-3, total_batch_size=8))
         assert changed == settings | {"learning_rate": 1e-3, "total_batch_size": 8, "train_batch_size": None}
+        for prediction_type in ("flow", "edm"):
+            other = flat_options(make_config(config_class, model_type="tiny", prediction_type=prediction_type))
+            unread = {"prediction_type": prediction_type, "snr_gamma": None, "ddpm_beta_schedule": "linear"}
+            assert other == settings | unread
+
+
+def test_options_without_effect_are_refused_before_data_is_loaded(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(TrainingConfig, "", ["--prediction_type", "flow", "--snr_gamma", "5"])
+    assert "--snr_gamma 5.0 has no effect with prediction_type flow" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        words = ["--model_type=tiny", "--prediction_type=edm", "--ddpm_beta_schedule=scaled_linear"]
+        parse_config(TrainingConfig, "", words)
+    assert "--ddpm_beta_schedule scaled_linear has no effect with prediction_type edm" in capsys.readouterr().err
 
 
 def test_rejects_presets_of_other_scripts():
