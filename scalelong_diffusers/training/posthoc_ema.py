@@ -4,8 +4,10 @@ Post-hoc EMA: reconstruct averages of any length from the snapshots of a run.
 The method is from Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (2023).
 """
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +53,7 @@ class ReconstructedEMA:
 def reconstruct_ema(
     run_folder: str,
     output_dir: str,
-    sigma_rel: Annotated[list[float], Option(above=0, at_most=0.28)],
+    sigma_rel: Annotated[list[float], Option(at_least=0.001, at_most=0.28)],
     step: Annotated[int | None, Option(at_least=1, at_most=10**9)] = None,
 ) -> list[ReconstructedEMA]:
     """
@@ -74,7 +76,8 @@ def reconstruct_ema(
         ReconstructedEMA(str(target / f"sigma_rel-{sigma:g}"), sigma, steps[-1], len(steps), error)
         for sigma, error in zip(sigma_rel, errors.tolist())
     ]
-    facts = [{"run": run_folder, **asdict(result)} for result in results]
+    origin = {"run": run_folder, "last_snapshot": _fingerprint(files[steps[-1]])}
+    facts = [{**origin, **asdict(result)} for result in results]
     missing = [k for k, entry in enumerate(facts) if not _is_complete(entry)]
     pipe = load_with_own_class(source)
     with locked(target):
@@ -160,14 +163,26 @@ def _combine(files: Sequence[Path], factors: torch.Tensor) -> dict[str, torch.Te
 
 def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the averages in a snapshot, after a check of each one."""
+    with _opened(file) as reader:
+        checksums = reader.metadata() or {}
+        for key in reader.keys():  # noqa: SIM118
+            average = reader.get_tensor(key)
+            if checksum(average) != checksums.get(key):
+                raise UserError(f"{file} is damaged: {key} has changed since it was written")
+            yield key, average
+
+
+def _fingerprint(file: Path) -> str:
+    """Return a checksum of the checksums in a snapshot. It changes if the run is trained again in the same folder."""
+    with _opened(file) as reader:
+        return checksum(json.dumps(reader.metadata(), sort_keys=True))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
     try:
         with safe_open(file, framework="pt") as reader:
-            checksums = reader.metadata() or {}
-            for key in reader.keys():  # noqa: SIM118
-                average = reader.get_tensor(key)
-                if checksum(average) != checksums.get(key):
-                    raise UserError(f"{file} is damaged: {key} has changed since it was written")
-                yield key, average
+            yield reader
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 

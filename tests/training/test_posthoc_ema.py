@@ -132,6 +132,18 @@ def test_interrupted_command_makes_only_the_missing_pipelines(run, tmp_path):
     assert len(list((tmp_path / "ema").iterdir())) == 2
 
 
+def test_pipelines_of_an_earlier_training_in_the_same_folder_are_not_taken_for_new_ones(copy_of, tmp_path):
+    folder = copy_of()
+    [result] = reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.1])
+    last = folder / "ema_snapshots" / f"step-{STEPS}.safetensors"
+    others = {name: average + 1 for name, average in load_file(last).items()}
+    power_ema.write_snapshot(folder, STEPS, others)
+    with pytest.raises(UserError, match=r"sigma_rel-0\.1 already exists: remove it, or pass another"):
+        reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.1])
+    shutil.rmtree(result.folder)
+    assert reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.1]) == [result]
+
+
 def snapshots_of(folder: Path) -> dict[str, dict[str, str]]:
     """Return the checksums of the averages in each snapshot, by file."""
     return {path.name: dict(checksums_of(path)) for path in (folder / "ema_snapshots").iterdir()}
@@ -207,9 +219,9 @@ class TestBadInput:
 
         return run
 
-    @pytest.mark.parametrize("length", [0, -0.1, 0.3, "nan", "inf"])
+    @pytest.mark.parametrize("length", [0, 1e-200, -0.1, 0.3, "nan", "inf"])
     def test_lengths_out_of_range(self, error, run, length):
-        assert "--sigma_rel must be a list of numbers, above 0 and at most 0.28, got [" in error(run, 0.1, length)
+        assert "--sigma_rel must be a list of numbers, at least 0.001 and at most 0.28, got [" in error(run, 0.1, length)
 
     def test_lengths_that_need_more_snapshots(self, error, run):
         message = error(run, 0.1, 0.005)
