@@ -28,6 +28,8 @@ from scalelong_diffusers.data.shapes import Drawing
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.experiments.trainings import exit_on_signals, read_log
+from scalelong_diffusers.files import PARTIAL, read_json_file
+from scalelong_diffusers.locks import LOCK_FILE, locked
 from scalelong_diffusers.pipelines.grids import cut_grid, draw_grid
 from scalelong_diffusers.terminal import print_lines
 
@@ -113,13 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to --output_dir {folder}: {error}") from error
-    train(folder, steps)
-    runs = [finish_run(folder / name, steps) for name in RUNS]
-    settings = {"model": f"UViTModel({_joined(MODEL)})", "max_train_steps": steps, **TRAINING}
-    settings |= {"sampling": _joined(SAMPLING), "evaluated images": SAMPLES}
     page = folder / "index.html"
-    content = build_page(runs, settings, {**machine(), "threads": "1 per run"}, PILOT, full_steps=STEPS)
-    page.write_text(content, encoding="utf-8")
+    with locked(folder):
+        train(folder, steps)
+        runs = [finish_run(folder / name, steps) for name in RUNS]
+        settings = {"model": f"UViTModel({_joined(MODEL)})", "max_train_steps": steps, **TRAINING}
+        settings |= {"sampling": _joined(SAMPLING), "evaluated images": SAMPLES}
+        content = build_page(runs, settings, {**machine(), "threads": "1 per run"}, PILOT, full_steps=STEPS)
+        page.write_text(content, encoding="utf-8")
     print_lines(f"open {page.as_uri()}")
     return 0
 
@@ -202,7 +205,8 @@ def training_command(folder: Path, steps: int) -> list[str] | None:
     if folder.exists() and not (has_same_settings and any(folder.glob("checkpoint-*"))):
         if not _is_run_without_checkpoint(folder):
             raise UserError(f"{folder} contains other files: pass another --output_dir, or delete it")
-        shutil.rmtree(folder)
+        with locked(folder):  # its training may have survived the demo
+            shutil.rmtree(folder)
     config.write_text(model)
     paths = {"output_dir": folder, "model_config_name_or_path": config, "checkpoints_total_limit": 1}
     resume = {"resume_from_checkpoint": "latest"} if folder.exists() else {}
@@ -336,13 +340,13 @@ def recognize_class(image: Image.Image) -> str:
 
 def _is_run_without_checkpoint(folder: Path) -> bool:
     """Return whether a folder is empty or has only what a training writes before its first checkpoint."""
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if path.name != LOCK_FILE and not path.name.startswith(PARTIAL)}
     return not names or {"settings.json"} <= names <= {"settings.json", "metrics.jsonl", "samples", "unfinished"}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     file = folder / "settings.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return read_json_file(file) if file.exists() else {}
 
 
 def _last_step(metrics: list[dict[str, Any]]) -> int:

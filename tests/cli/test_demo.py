@@ -109,6 +109,25 @@ def test_keeps_folders_that_are_not_runs(monkeypatch, tmp_path):
     assert (folder / "thesis.txt").read_text() == "{}"
 
 
+def test_a_killed_run_without_checkpoint_starts_again_unless_it_is_alive(tmp_path):
+    folder = tmp_path / "plain"
+    (folder / ".scalelong-partial-5").mkdir(parents=True)
+    (folder / "settings.json").write_text("{}")
+    holder = "import sys; from pathlib import Path; from scalelong_diffusers.locks import FolderLock\n"
+    holder += "FolderLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    with pytest.raises(UserError, match=r"plain is in use by process"):
+        demo.training_command(folder, STEPS)
+    assert (folder / "settings.json").exists()
+    process.kill()
+    process.communicate()
+    assert (folder / ".scalelong-lock").exists()
+    assert demo.training_command(folder, STEPS) is not None
+    assert not folder.exists()
+
+
 def test_keeps_runs_with_other_settings(monkeypatch, tmp_path):
     folder = tmp_path / "residual"
     (folder / "checkpoint-20000").mkdir(parents=True)
