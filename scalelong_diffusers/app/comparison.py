@@ -19,7 +19,7 @@ from scalelong_diffusers.scaling import SkipScalingConfig
 
 
 # Methods whose factors the slider for kappa sets.
-_METHODS = ("cs", "constant")
+_METHODS = ("cs", "linear", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Comparison:
         self._plain: tuple[Any, list[Image]] = None, []
         self._lock = Lock()  # the scaling and the scheduler are parts of the pipeline
         own = [] if self.own.method == "none" else [self.own.method]
-        possible = _METHODS if len(skip_connections(self._model)) > 1 else _METHODS[1:]  # CS keeps the outermost skip
+        possible = _METHODS if len(skip_connections(self._model)) > 1 else _METHODS[-1:]  # others keep the outermost
         self.methods = [*own, *(method for method in possible if method not in own)]
 
     @property

@@ -81,7 +81,7 @@ def test_keeps_plain_images_until_the_settings_change(saved, draw):
 
 def test_gates_survive_other_methods(saved, draw):
     comparison = Comparison(saved("ls"))
-    assert comparison.methods == ["ls", "cs", "constant"]
+    assert comparison.methods == ["ls", "cs", "linear", "constant"]
     plain, gated = draw(comparison, comparison.scaling("ls", 0.9, 1.0))
     assert not np.array_equal(plain, gated)
     draw(comparison, comparison.scaling("cs", 0.9, 1.0))
@@ -100,7 +100,7 @@ def test_stock_models_are_compared_with_cs(tmp_path, draw):
     unet = UNet2DModel(sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, **blocks)
     DDPMPipeline(unet, DDIMScheduler()).save_pretrained(tmp_path)
     comparison = Comparison(tmp_path)
-    assert comparison.methods == ["cs", "constant"]
+    assert comparison.methods == ["cs", "linear", "constant"]
     plain, scaled = draw(comparison, comparison.scaling("cs", 0.5, 1.0))
     assert not np.array_equal(plain, scaled)
     skips = comparison.skips(comparison.scaling("cs", 0.5, 1.0))

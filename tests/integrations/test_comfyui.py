@@ -45,7 +45,10 @@ COMFYUI_CONFIG = {
     "context_dim": 16,
     "legacy": False,
 }
-METHODS = [("cs", 0.7, 1.0), ("cs", 0.5, 0.25), ("constant", 0.8, 1.0), ("constant", 0.6, 0.5)]
+METHODS = [
+    *[("cs", 0.7, 1.0), ("cs", 0.5, 0.25), ("constant", 0.8, 1.0), ("constant", 0.6, 0.5)],
+    *[("linear", 0.7, 1.0), ("linear", 0.5, 0.25)],
+]
 
 
 @pytest.fixture
