@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -211,15 +211,18 @@ def choose_device(name: str | None) -> torch.device:
         raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
+def fitting_schedulers(current: SchedulerMixin) -> Mapping[str, tuple[str, dict[str, Any]]]:
+    """Return the schedulers by name that can sample a model that was trained with the current one."""
+    if isinstance(current, FLOW_SCHEDULERS):
+        return FLOW_MATCHING_SCHEDULERS
+    if isinstance(current, EDM_SCHEDULERS):
+        return PRECONDITIONED_SCHEDULERS
+    return SCHEDULERS if "beta_schedule" in current.config else {}
+
+
 def scheduler_by_name(name: str, current: SchedulerMixin) -> SchedulerMixin:
     """Return a scheduler with the noise schedule of the current one, which the model was trained with."""
-    accepted = {}
-    if isinstance(current, FLOW_SCHEDULERS):
-        accepted = FLOW_MATCHING_SCHEDULERS
-    elif isinstance(current, EDM_SCHEDULERS):
-        accepted = PRECONDITIONED_SCHEDULERS
-    elif "beta_schedule" in current.config:
-        accepted = SCHEDULERS
+    accepted = fitting_schedulers(current)
     if name not in accepted:
         own = f"the model's own {type(current).__name__}"
         other = f"; it can be replaced by {' or '.join(accepted)}" if accepted else ""

@@ -13,7 +13,7 @@ from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.patching import SkipConnections, apply_skip_scaling, skip_connections
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.loading import load_pipeline
-from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampler, choose_device
+from scalelong_diffusers.pipelines.sampling import SampleConfig, Sampler, choose_device, fitting_schedulers
 from scalelong_diffusers.pipelines.text_to_image import ScaleLongTextToImagePipeline
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -45,6 +45,7 @@ class Comparison:
     Attributes:
         own: the scaling that the model was loaded with.
         methods: methods that it can be sampled with, its own first.
+        schedulers: names of the schedulers that can replace its own.
     """
 
     def __init__(self, source: str | os.PathLike, device: str | None = None):
@@ -56,6 +57,7 @@ class Comparison:
         self.own: SkipScalingConfig = self._model.skip_scaler.config
         self._gates = {name: value.clone() for name, value in self._model.skip_scaler.state_dict().items()}
         self._scheduler = self.pipe.scheduler
+        self.schedulers = list(fitting_schedulers(self._scheduler))
         self._plain: tuple[Any, list[Image]] = None, []
         self._lock = Lock()  # the scaling and the scheduler are parts of the pipeline
         own = [] if self.own.method == "none" else [self.own.method]

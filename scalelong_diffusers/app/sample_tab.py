@@ -8,7 +8,7 @@ import gradio as gr
 from scalelong_diffusers.app.comparison import Comparison
 from scalelong_diffusers.app.events import shows_errors
 from scalelong_diffusers.app.markup import pair_html, skips_html
-from scalelong_diffusers.pipelines.sampling import SCHEDULERS, SampleConfig
+from scalelong_diffusers.pipelines.sampling import SampleConfig
 from scalelong_diffusers.scaling import SkipScalingConfig
 
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from scalelong_diffusers.app.app import App
 
 _MAX_IMAGES, _MAX_STEPS = 64, 250
+_OWN_SCHEDULER = ("the model's own", "")
 _PROGRESS = gr.Progress()  # as a default argument, it tells gradio to show the progress
 _HINT = "<p>Press Sample. Then move the sliders: the noise stays the same.</p>"
 
@@ -55,7 +56,7 @@ def sample_tab(app: "App"):
     def show_kappa(method: str):
         return gr.update(interactive=app.loaded.scaling(method, 1.0, 1.0).kappa is not None)
 
-    everything = [model, about, pictures, skips, *conditions.values(), *sliders.values()]
+    everything = [model, about, pictures, skips, *conditions.values(), settings["scheduler"], *sliders.values()]
     app.page.load(show, outputs=everything)
     if not app.is_public:  # what is hidden could still be called
         gr.on([load.click, model.submit], load_model, model, everything)
@@ -83,7 +84,7 @@ def _setting_inputs() -> dict[str, Any]:
         "num_images": gr.Slider(1, _MAX_IMAGES, 9, step=1, label="Images"),
         "num_inference_steps": gr.Slider(1, _MAX_STEPS, 25, step=1, label="Steps"),
         "seed": gr.Number(0, precision=0, minimum=0, label="Seed"),
-        "scheduler": gr.Dropdown([("the model's own", ""), *SCHEDULERS], value="", label="Scheduler"),
+        "scheduler": gr.Dropdown([_OWN_SCHEDULER], value="", label="Scheduler"),
     }
 
 
@@ -116,6 +117,7 @@ def _model_values(comparison: Comparison | None) -> Any:
         gr.update(visible=comparison.is_text),
         gr.update(visible=comparison.is_text),
         gr.update(value=comparison.guidance_scale, visible=comparison.has_guidance),
+        gr.update(choices=[_OWN_SCHEDULER, *comparison.schedulers], value=""),
         strength,
         gr.update(value=kappa, interactive=comparison.scaling(method, 1.0, 1.0).kappa is not None),
         gr.update(choices=comparison.methods, value=method),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMPipeline, UNet2DModel
+from diffusers import DDIMScheduler, DDPMPipeline, FlowMatchEulerDiscreteScheduler, UNet2DModel
 from PIL import Image
 
 from scalelong_diffusers import ScaleLongUnconditionalPipeline, UserError, UViTModel, skip_connections
@@ -93,6 +93,15 @@ def test_the_own_scheduler_comes_back(saved, draw):
     own = draw(comparison, comparison.own)
     assert not np.array_equal(draw(comparison, comparison.own, scheduler="ddpm")[1], own[1])
     assert np.array_equal(draw(comparison, comparison.own), own)
+
+
+def test_offers_the_schedulers_that_fit_the_model(saved, draw, tmp_path):
+    assert "ddim" in Comparison(saved("cs")).schedulers
+    ScaleLongUnconditionalPipeline(UViTModel(**TINY), FlowMatchEulerDiscreteScheduler()).save_pretrained(tmp_path)
+    comparison = Comparison(tmp_path)
+    assert comparison.schedulers == ["euler", "heun"]
+    own = draw(comparison, comparison.scaling("cs", 0.5, 1.0))
+    assert not np.array_equal(own, draw(comparison, comparison.scaling("cs", 0.5, 1.0), scheduler="heun"))
 
 
 def test_stock_models_are_compared_with_cs(tmp_path, draw):

@@ -225,8 +225,8 @@ def test_options_without_effect_are_refused_before_data_is_loaded(capsys):
     with pytest.raises(SystemExit):
         parse_config(TrainingConfig, "", ["--prediction_type", "flow", "--snr_gamma", "5"])
     assert "--snr_gamma 5.0 has no effect with prediction_type flow" in capsys.readouterr().err
+    words = ["--model_type=tiny", "--prediction_type=edm", "--ddpm_beta_schedule=scaled_linear"]
     with pytest.raises(SystemExit):
-        words = ["--model_type=tiny", "--prediction_type=edm", "--ddpm_beta_schedule=scaled_linear"]
         parse_config(TrainingConfig, "", words)
     assert "--ddpm_beta_schedule scaled_linear has no effect with prediction_type edm" in capsys.readouterr().err
 

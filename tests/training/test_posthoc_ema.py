@@ -221,7 +221,8 @@ class TestBadInput:
 
     @pytest.mark.parametrize("length", [0, 1e-200, -0.1, 0.3, "nan", "inf"])
     def test_lengths_out_of_range(self, error, run, length):
-        assert "--sigma_rel must be a list of numbers, at least 0.001 and at most 0.28, got [" in error(run, 0.1, length)
+        message = error(run, 0.1, length)
+        assert "--sigma_rel must be a list of numbers, at least 0.001 and at most 0.28, got [" in message
 
     def test_lengths_that_need_more_snapshots(self, error, run):
         message = error(run, 0.1, 0.005)
