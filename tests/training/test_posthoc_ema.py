@@ -161,6 +161,22 @@ def test_snapshots_are_taken_at_intervals_and_at_the_end(train, tmp_path):
     assert sorted(snapshots_of(folder)) == ["step-3.safetensors", "step-6.safetensors", "step-7.safetensors"]
 
 
+def test_accumulation_and_resuming_without_the_usual_ema(train, weights_of, assert_same_run, tmp_path):
+    settings = {"max_train_steps": 12, "ema_snapshot_steps": 1, "checkpointing_steps": 1, "no-use_ema": True}
+    settings |= {"gradient_accumulation_steps": 2, "train_batch_size": 2}
+    whole, folder = train(tmp_path / "whole", **settings), tmp_path / "resumed"
+    later = [*(f"checkpoint-{step}" for step in range(8, 13)), "model_index.json", "scheduler"]
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(*later))
+    shutil.rmtree(folder / "unet")
+    train(folder, **settings, **RESUME)
+    assert_same_run(folder, whole)
+    assert snapshots_of(folder) == snapshots_of(whole)
+    history = torch.stack([flat(weights_of(whole, step)) for step in range(1, 13)])
+    [result] = reconstruct_ema(str(folder), str(tmp_path / "ema"), [0.1])
+    weights = flat(ScaleLongUnconditionalPipeline.from_pretrained(result.folder).unet.state_dict())
+    assert distance(weights, shares(0.1, 12) @ history) < 1e-5
+
+
 @pytest.mark.slow
 def test_killed_run_resumes_with_identical_snapshots(launch, train, run, tmp_path):
     folder, settings = tmp_path / "run", {"max_train_steps": STEPS, "ema_snapshot_steps": EVERY}

@@ -1,6 +1,7 @@
 """The scripts with flow matching and EDM: what they save, log and refuse."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -51,6 +52,18 @@ def test_saves_a_pipeline_that_samples_in_a_fresh_process(run, in_fresh_process,
     images = pipe(2, num_inference_steps=3, generator=torch.Generator().manual_seed(0), output_type="pt").images
     in_fresh_process(SAMPLE, str(folder), str(tmp_path / "images.pt"))
     torch.testing.assert_close(torch.load(tmp_path / "images.pt"), images, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_resumes_exactly(run, train, assert_same_run, tmp_path):
+    folder, kind = run
+    flags = {**FAST, **OPTIONS[kind], "sample_steps": 2, "num_inference_steps": 2}
+    stopped = train(tmp_path / "run", **flags | {"max_train_steps": 1, "validation_steps": 0})
+    for name in ("unet", "scheduler"):
+        shutil.rmtree(stopped / name)
+    (stopped / "model_index.json").unlink()
+    train(stopped, **flags, resume_from_checkpoint="latest")
+    assert_same_run(stopped, folder)
 
 
 @pytest.mark.slow
