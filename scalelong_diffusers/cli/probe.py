@@ -12,6 +12,7 @@ from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_opti
 from scalelong_diffusers.diagnosis.probe import BAR, TIMES, ProbeResult, probe
 from scalelong_diffusers.diagnosis.probe_page import build_probe_page
 from scalelong_diffusers.diagnosis.report import aligned
+from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import skip_layout
 from scalelong_diffusers.options import build_config, option
@@ -45,6 +46,11 @@ class ProbeConfig(MeasuringConfig):
         metavar="N",
     )
     batch_size: int = option(64, "images per batch", at_least=1, at_most=100_000, metavar="N")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(set(self.timesteps)) < len(self.timesteps):
+            raise UserError(f"timesteps must differ from each other, got {' '.join(map(str, self.timesteps))}")
 
 
 def add_command(commands: argparse._SubParsersAction):

@@ -107,6 +107,8 @@ def test_errors_name_the_problem(error_of, config, ddpm, sd, pictures, tmp_path)
     for wrong in (-1, 1000):
         message = error_of("probe", config, "--timesteps", wrong)
         assert f"--timesteps must be a list of integers, at least 0 and at most 999, got ({wrong},)" in message
+    message = error_of("probe", config, "--timesteps", 11, 51, 11)
+    assert "--timesteps must differ from each other, got 11 51 11" in message
     assert "--num_images must be an integer, at least 20" in error_of("probe", config, "--num_images", 3)
     sd.build().save_pretrained(tmp_path / "latents")
     assert "pass a pipeline with an autoencoder" in error_of("probe", tmp_path / "latents")
