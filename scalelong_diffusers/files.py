@@ -78,6 +78,15 @@ def read_json_file(file: Path) -> dict[str, Any]:
     return content
 
 
+def parse_log_line(text: bytes) -> dict[str, Any] | None:
+    """Return a line of a training's log, or None if it is incomplete or broken."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
 def without_infinities(value: Any) -> Any:
     """Replace infinities and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from scalelong_diffusers.experiments.results import ResultFile, Run
+from scalelong_diffusers.files import parse_log_line
 from scalelong_diffusers.terminal import print_lines
 
 
@@ -144,8 +145,8 @@ class Scheduler(Generic[Run]):
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a run's log."""
     file = folder / "metrics.jsonl"
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return list(filter(None, map(parse_log_line, lines)))
 
 
 def evaluations(log: list[dict[str, Any]]) -> list[list[float | None]]:

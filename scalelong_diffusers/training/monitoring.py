@@ -34,7 +34,7 @@ from scalelong_diffusers.evaluation.images import (
 )
 from scalelong_diffusers.evaluation.metrics import FeatureStatistics, check_features_kept, parse_metrics
 from scalelong_diffusers.evaluation.networks import FeatureExtractor, load_features
-from scalelong_diffusers.files import atomic_write, without_infinities
+from scalelong_diffusers.files import atomic_write, parse_log_line, without_infinities
 from scalelong_diffusers.pipelines.base import NonFiniteImages
 from scalelong_diffusers.pipelines.grids import draw_grid
 from scalelong_diffusers.pipelines.sampling import save_image
@@ -270,7 +270,7 @@ class MetricsFile:
         """
         kept, later, broken = [], [], []
         for text in self._texts():
-            line = _parse(text)
+            line = parse_log_line(text)
             if line is not None and line["step"] <= step:
                 # Steps increase, so a later step before this line is an error.
                 broken, later = broken + later, []
@@ -293,17 +293,8 @@ class MetricsFile:
 
     def last(self, name: str) -> Any:
         """Return the latest value of a metric, or None."""
-        lines = filter(None, map(_parse, reversed(self._texts())))
+        lines = filter(None, map(parse_log_line, reversed(self._texts())))
         return next((line[name] for line in lines if name in line), None)
 
     def _texts(self) -> list[bytes]:
         return self.file.read_bytes().splitlines(keepends=True) if self.file.exists() else []
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    """Return a line of a log, or None if it is incomplete or broken."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

@@ -6,6 +6,14 @@ import sys
 
 import pytest
 
+from scalelong_diffusers.experiments.trainings import read_log
+
+
+def test_a_damaged_log_is_read_without_its_broken_lines(tmp_path):
+    assert read_log(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.5}\nbroken\n[1]\n\xff\n{"step": 2}\n{"step": 3, "lo')
+    assert read_log(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2}]
+
 
 @pytest.mark.slow
 def test_signals_end_a_command_except_under_nohup():
