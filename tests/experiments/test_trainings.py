@@ -11,7 +11,8 @@ from scalelong_diffusers.experiments.trainings import read_log
 
 def test_a_damaged_log_is_read_without_its_broken_lines(tmp_path):
     assert read_log(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.5}\nbroken\n[1]\n\xff\n{"step": 2}\n{"step": 3, "lo')
+    lines = b'{"step": 1, "loss": 2.5}\nbroken\n[1]\n\xff\n{"step": 2}\n{"step": 3, "lo'
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
     assert read_log(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2}]
 
 
