@@ -32,6 +32,8 @@ from scalelong_diffusers.scaling import SkipScalingConfig
 # `_no_split_modules` names the blocks that add or concatenate features: accelerate keeps them on one device, and FSDP2
 # gathers them one after the other. diffusers has no such list for most of these classes.
 
+_BLOCKS_3D = ["BasicTransformerBlock", "ResnetBlock2D", "TemporalConvLayer", "CrossAttnUpBlock3D", "UpBlock3D"]
+
 _BY_KEYWORD = UpBlockSkips(argument="res_hidden_states_tuple")
 
 
@@ -57,26 +59,14 @@ class ScaleLongUNet2DConditionModel(SkipScalingMixin, UNet2DConditionModel):
 class ScaleLongUNet3DConditionModel(SkipScalingMixin, UNet3DConditionModel):
     """[`~diffusers.UNet3DConditionModel`] with `skip_scaling`."""
 
-    _no_split_modules = [
-        "BasicTransformerBlock",
-        "ResnetBlock2D",
-        "TemporalConvLayer",
-        "CrossAttnUpBlock3D",
-        "UpBlock3D",
-    ]
+    _no_split_modules = _BLOCKS_3D
     skip_layout = _BY_KEYWORD
 
 
 class ScaleLongI2VGenXLUNet(SkipScalingMixin, I2VGenXLUNet):
     """[`~diffusers.I2VGenXLUNet`] with `skip_scaling`."""
 
-    _no_split_modules = [
-        "BasicTransformerBlock",
-        "ResnetBlock2D",
-        "TemporalConvLayer",
-        "CrossAttnUpBlock3D",
-        "UpBlock3D",
-    ]
+    _no_split_modules = _BLOCKS_3D
     skip_layout = _BY_KEYWORD
 
 
