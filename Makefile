@@ -14,7 +14,7 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
-# All tests: at most 8 minutes on two cores.
+# All tests: about 14 minutes on two cores.
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 

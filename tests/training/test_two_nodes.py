@@ -82,7 +82,9 @@ def assert_same_shards(folder: Path, expected: Path):
 def test_a_node_dies_and_both_start_again(launch, processes, environment, small_run, free_port, metrics_of, tmp_path):
     """Each node has a launcher and a process. They shard the weights."""
     expected, folder = tmp_path / "expected", tmp_path / "run"
-    undisturbed = launch(expected, 2, train_batch_size=2, prepare=lambda: os.environ.update(FSDP))
+    # Without OMP_NUM_THREADS, accelerate would choose a number of threads, which changes the order of sums.
+    alike = FSDP | {"OMP_NUM_THREADS": "1"}
+    undisturbed = launch(expected, 2, train_batch_size=2, prepare=lambda: os.environ.update(alike))
 
     def start(**changes) -> list[subprocess.Popen]:
         rendezvous = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{free_port()}"
