@@ -12,8 +12,9 @@ The protocol, fixed before the first run:
 - Shapes: a U-Net with classes on the package's built-in shapes at 16 x 16 pixels, for 2,000 steps with batches of 64.
   The pixels of 120 samples, four per class, with 25 steps and a guidance scale of 2, tell whether color and shape are
   the requested ones.
-- Kinds: KINDS below. "edm, timestep as is" gives the U-ViT EDM's timesteps log(sigma) / 4 without the scale and offset
-  that the scripts set, as users of U-ViT did who reported that it "does not work".
+- Kinds: KINDS below. EDM's timesteps log(sigma) / 4 are from -1.6 to 1.1. A U-ViT reads them from a token without an
+  MLP, which could be why users reported that it "does not work" with EDM. "edm, timestep to 1000" maps them to 0 to
+  1000 in the config of the model.
 - Two seeds. Losses of different kinds cannot be compared, so only samples count.
 
 Each run is a process with one thread. To resume after an interruption, run the same command again. Finished runs are
@@ -50,7 +51,8 @@ KINDS = {
     "flow, logit-normal": {"prediction_type": "flow", "weighting_scheme": "logit_normal"},
     "edm": {"prediction_type": "edm"},
 }
-UNSCALED = "edm, timestep as is"
+RESCALED = "edm, timestep to 1000"
+EDM_TIMESTEPS = {"timestep_scale": 375.0, "timestep_offset": 1.6}
 SHAPES_UNET = {
     "_class_name": "ScaleLongUNet2DModel",
     "sample_size": 16,
@@ -73,7 +75,7 @@ SHAPES_TRAINING = {
     "class_dropout": 0.1,
 }
 MODELS = {
-    UVIT: (*KINDS, UNSCALED),
+    UVIT: (*KINDS, RESCALED),
     UNET: tuple(KINDS),
     SHAPES: ("epsilon", "flow", "edm"),
 }
@@ -101,14 +103,15 @@ class Run:
         if self.architecture == SHAPES:
             return SHAPES_UNET
         blocks = {"block_scale": "rezero"} if self.architecture == UVIT else {}
-        return {**WORKLOADS[self.workload].model, **blocks}
+        timesteps = EDM_TIMESTEPS if self.kind == RESCALED else {}
+        return {**WORKLOADS[self.workload].model, **blocks, **timesteps}
 
     @property
     def flags(self) -> dict[str, Any]:
         method = WORKLOADS[self.workload].methods.get("residual", METHODS["residual"])
         start = WORKLOADS[UNET].methods["residual"] if self.architecture == SHAPES else method
         flags = {name: value for name, value in start.items() if name != "block_scale"}
-        return {**flags, **KINDS["edm" if self.kind == UNSCALED else self.kind]}
+        return {**flags, **KINDS["edm" if self.kind == RESCALED else self.kind]}
 
 
 class PredictionScheduler(Scheduler[Run]):
@@ -118,8 +121,6 @@ class PredictionScheduler(Scheduler[Run]):
         self.accuracy: float | None = None
 
     def script(self, run: Run) -> list[str]:
-        if run.kind == UNSCALED:
-            return [str(Path(__file__).with_name("edm_timestep_as_is.py"))]
         script = "train_class_conditional" if run.architecture == SHAPES else "train_unconditional"
         return ["-m", f"scalelong_diffusers.train.{script}"]
 
@@ -187,7 +188,7 @@ def tables(results: ResultFile[Run]) -> str:
         lines = [results.lines.get(Run(model, kind, seed), {}) for seed in SEEDS]
         return [line[name] for line in lines if name in line]
 
-    fids = [[kind, *(over_seeds(values(model, kind, "fid")) for model in (UVIT, UNET))] for kind in (*KINDS, UNSCALED)]
+    fids = [[kind, *(over_seeds(values(model, kind, "fid")) for model in (UVIT, UNET))] for kind in (*KINDS, RESCALED)]
     shapes = [
         [kind, *(over_seeds(values(SHAPES, kind, name)) for name in ("color", "shape", "right"))]
         for kind in MODELS[SHAPES]

@@ -84,7 +84,7 @@ for name in scalelong_diffusers.__all__:
 
 @pytest.mark.slow
 def test_installed_wheel_runs_the_code_of_the_readme(wheel, project_root, tmp_path):
-    """In a new environment, which shares the dependencies but not the checkout."""
+    """The new environment shares the dependencies but not the checkout."""
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")

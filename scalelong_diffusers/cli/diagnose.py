@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,15 +101,7 @@ def add_measuring_options(parser: argparse.ArgumentParser, config_class: type[Me
 def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(DiagnoseConfig, given)
-    with results_folder(config.output_dir) as folder:
-        diagnosis, data = measure(config, given)
-        content = {"source": config.model, "data_source": data, **diagnosis.to_dict()}
-        if folder is not None:
-            write_results(folder, RESULT_FILE, content, build_page(diagnosis, config.model, data))
-    if arguments.json:
-        print_lines(json.dumps(content))
-    else:
-        print_lines(f"{config.model}; {data}", *report_lines(diagnosis))
+    report(config, arguments.json, lambda: measure(config, given), RESULT_FILE, build_page, report_lines)
     return 0
 
 
@@ -130,6 +122,34 @@ def measure(config: DiagnoseConfig, given: Mapping[str, Any]) -> tuple[Diagnosis
     return diagnose(subject.model, batches, subject.noising, subject.is_trained), inputs.description
 
 
+def report(
+    config: MeasuringConfig,
+    as_json: bool,
+    measure: Callable[[], tuple[Any, str]],
+    file: str,
+    build_page: Callable[[Any, str, str], str],
+    lines: Callable[[Any], list[str]],
+):
+    """
+    Measure, write the results into the output folder, if there is one, and print them.
+
+    Args:
+        measure: returns the result, which has a `to_dict`, and a description of the data.
+        file: name of the JSON file.
+        build_page, lines: make the page and the printed lines of a result.
+    """
+    with results_folder(config.output_dir) as folder:
+        result, data = measure()
+        content = {"source": config.model, "data_source": data, **result.to_dict()}
+        if folder is not None:
+            page = build_page(result, config.model, data)
+            run_on_main_process(lambda: write_results(folder, file, content, page))
+    if as_json:
+        print_lines(json.dumps(content))
+    else:
+        print_lines(f"{config.model}; {data}", *lines(result))
+
+
 @contextmanager
 def results_folder(output_dir: str | None) -> Iterator[Path | None]:
     """Lock the folder for the results from the start, so that it is refused before the measurement if it must be."""
@@ -143,11 +163,7 @@ def results_folder(output_dir: str | None) -> Iterator[Path | None]:
 
 
 def write_results(folder: Path, file: str, content: Mapping[str, Any], page: str):
-    """Let the main process write the figures and the page."""
-
-    def write():
-        remove_leftovers(folder)
-        write_json(folder / file, content)
-        atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))
-
-    run_on_main_process(write)
+    """Write the figures and the page."""
+    remove_leftovers(folder)
+    write_json(folder / file, content)
+    atomic_write(folder / PAGE_FILE, lambda partial: partial.write_text(page, encoding="utf-8"))

@@ -1,14 +1,13 @@
 """`scalelong probe` measures what the blocks of a model know about the classes of images."""
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, results_folder, write_results
+from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, report
 from scalelong_diffusers.diagnosis.probe import BAR, TIMES, ProbeResult, probe
 from scalelong_diffusers.diagnosis.probe_page import build_probe_page
 from scalelong_diffusers.diagnosis.report import aligned
@@ -17,7 +16,6 @@ from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import skip_layout
 from scalelong_diffusers.options import build_config, option
 from scalelong_diffusers.pipelines.sampling import choose_device
-from scalelong_diffusers.terminal import print_lines
 
 
 RESULT_FILE = "probe.json"
@@ -69,17 +67,12 @@ def add_command(commands: argparse._SubParsersAction):
 def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     config = build_config(ProbeConfig, given)
-    with results_folder(config.output_dir) as folder:
-        result, data = measure(config, given)
-        content = {"source": config.model, "data_source": data, **result.to_dict()}
-        if folder is not None:
-            write_results(folder, RESULT_FILE, content, build_probe_page(result, config.model, data))
-    if arguments.json:
-        print_lines(json.dumps(content))
-    else:
-        lines = [result.model, result.size, *aligned(result.rows()), result.summary]
-        print_lines(f"{config.model}; {data}", *lines)
+    report(config, arguments.json, lambda: measure(config, given), RESULT_FILE, build_probe_page, _lines)
     return 0
+
+
+def _lines(result: ProbeResult) -> list[str]:
+    return [result.model, result.size, *aligned(result.rows()), result.summary]
 
 
 def measure(config: ProbeConfig, given: Mapping[str, Any]) -> tuple[ProbeResult, str]:

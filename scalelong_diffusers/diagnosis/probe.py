@@ -101,7 +101,7 @@ class ProbeResult:
 
     @property
     def summary(self) -> str:
-        """The best block and the baseline in a sentence."""
+        """A sentence about the best block and the baseline."""
         pixels, *blocks = self.blocks
         best = max(blocks, key=lambda block: max(block.accuracies))
         accuracy = max(best.accuracies)

@@ -32,8 +32,6 @@ TIMESTEP_CONVENTIONS = {
     # Trained on Stable Diffusion's betas with steps that count from 1: its input is n + 1.
     "discrete": {"timestep_scale": 1.0, "timestep_offset": 1.0},
 }
-# EDM's timesteps log(sigma) / 4 are from -1.6 to 1.1 for sigmas from 0.002 to 80. This maps them to 0 .. 1000.
-EDM_TIMESTEPS = {"timestep_scale": 375.0, "timestep_offset": 1.6}
 
 _SHORT_SEQUENCE = 512  # tokens
 

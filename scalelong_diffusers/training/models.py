@@ -16,8 +16,7 @@ from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import scaled_class_by_name
 from scalelong_diffusers.models.skip_init import REFERENCE, start_layers
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
-from scalelong_diffusers.models.uvit import EDM_TIMESTEPS, UViTModel
-from scalelong_diffusers.noise import EDM
+from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.patching import apply_skip_scaling
 from scalelong_diffusers.pipelines.compatibility import (
     check_channels,
@@ -87,8 +86,6 @@ def build_model(
         model = _build(preset.model_class, architecture, options, f"preset {preset.name}")
     else:
         model = _small_model(options, resolution, {**shape, **classes, **(text or {})})
-    if config.noise.prediction_type == EDM and isinstance(model, UViTModel):
-        model.register_to_config(**EDM_TIMESTEPS)
     _check_fit(model, resolution, factor, channels, vae)
     _check_image_size(data, model, factor)
     apply_skip_scaling(model, config.skip_scaling)

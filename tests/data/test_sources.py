@@ -235,7 +235,7 @@ def test_pickles_without_the_images(saved, png):
 
 
 def test_caption_files(load, image_folder):
-    """As in kohya's scripts. Each line is a caption."""
+    """Each line is a caption, as in kohya's scripts."""
     folder = image_folder(["a.png", "b.c.png", "sub/d.png"])
     (folder / "a.txt").write_text("a cat\n\n a kitten \n")
     (folder / "b.c.txt").write_text("\ufeffein Hündchen", encoding="utf-8")

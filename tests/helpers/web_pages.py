@@ -14,3 +14,15 @@ CONTRASTS = """
   });
 }
 """
+
+
+def check_contrast(page):
+    """Check that all texts of a page stand out from their background: on light and dark screens, and in print."""
+    papers = []
+    for media in ({"color_scheme": "light"}, {"color_scheme": "dark"}, {"media": "print"}):
+        page.emulate_media(**media)
+        contrasts = page.evaluate(CONTRASTS)
+        assert len(contrasts) > 100
+        assert min(contrasts) >= 4.5, media
+        papers.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert papers == ["rgb(255, 255, 255)", "rgb(21, 24, 28)", "rgb(255, 255, 255)"]

@@ -6,11 +6,9 @@ import shutil
 import pytest
 import torch
 
-from scalelong_diffusers import ScaleLongUnconditionalPipeline, UViTModel
+from scalelong_diffusers import ScaleLongUnconditionalPipeline
 from scalelong_diffusers.cli import main as scalelong
-from scalelong_diffusers.models.uvit import EDM_TIMESTEPS
 from scalelong_diffusers.train import train_class_conditional, train_text_to_image
-from scalelong_diffusers.training import TrainingConfig, TrainingRun, make_config
 
 
 FAST = {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 2, "validation_size": 10}
@@ -102,14 +100,3 @@ def test_other_scripts(train, tiny_config, tmp_path, script, config, kind):
     flags = {**FAST, **OPTIONS[kind], "validation_steps": 0}
     folder = train(tmp_path / "run", script=script, model_config_name_or_path=tiny_config / config, **flags)
     assert json.loads((folder / "scheduler" / "scheduler_config.json").read_text())["_class_name"] == SAVED[kind][0]
-
-
-def test_edm_sets_the_timesteps_of_a_u_vit(tiny_config, tmp_path):
-    """A U-ViT has no MLP on its time token, so it must see timesteps of the usual size."""
-    for prediction_type, expected in (("edm", EDM_TIMESTEPS), ("flow", {"timestep_scale": 1, "timestep_offset": 0})):
-        flags = {"model_config_name_or_path": str(tiny_config), "output_dir": str(tmp_path), "resolution": 8}
-        training = TrainingRun(make_config(TrainingConfig, **flags, num_shapes=30, prediction_type=prediction_type))
-        training.load_data()
-        model = training.build_model()
-        assert isinstance(model, UViTModel)
-        assert {name: model.config[name] for name in expected} == expected
