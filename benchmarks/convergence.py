@@ -35,7 +35,8 @@ The protocol, fixed before the first run:
 - Divergence: a run diverges if it stops because of non-finite losses, or if its final loss, in EMA or raw weights, is
   above its first validation.
 - Comparison: each finalist at its best setting with the fresh seeds 1 to 8. Finalists are "plain" and "residual", with
-  both values of eps; the other methods are only tuned, on the first workload. (This was decided before they ran.) The
+  both values of eps; the other methods are only tuned, on the first workload. (This was decided before they ran.)
+  "residual + self-conditioning", which was added later, takes the best setting of "residual" without own tuning. The
   target of a run is the final loss of the plain run with the same seed, which sees the same data and the same noise in
   its validations. If that run diverges, it is the lowest final loss of all plain runs. A run reaches the target at the
   first of three consecutive validations below it; a run that does not, or that diverges, needs infinitely many steps.

@@ -59,7 +59,8 @@ def plain_target(results: Results, workload: str, seed: int | None = None) -> fl
 
     It is infinite if no plain run has finished well.
     """
-    runs = [run for method in (PLAIN, *CONTROLS) for run in _finished_seeds(results, workload, method)]
+    methods = [PLAIN, *(name for name, tuned in CONTROLS.items() if tuned == PLAIN)]
+    runs = [run for method in methods for run in _finished_seeds(results, workload, method)]
     runs = [*tuning_runs(workload, PLAIN), *runs] if seed is None else [run for run in runs if run.seed == seed]
     return min((results.final_loss(run) for run in runs if run in results), default=math.inf)
 

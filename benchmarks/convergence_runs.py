@@ -21,10 +21,12 @@ _PAPERS_LS = {**_LS, "skip_scaling_shared": True, "skip_scaling_init": "paper"}
 _SUM, _REZERO = {"skip_init": "sum"}, {"block_scale": "rezero"}
 _RESIDUAL = {**_SUM, **_REZERO, "skip_lr_scale": 0.1}
 _RESIDUAL_UNET = {"skip_init": "zero", "zero_init_residual": True}
+_SELF_CONDITIONING = {"self_conditioning": True}
 
 _EPS_1E_8 = {"adam_epsilon": 1e-8}
 
-# Method names, as stored in the result lines, and their flags. `block_scale` is a field of the model's config.
+# Method names, as stored in the result lines, and their flags. Some are fields of the model's config.
+_MODEL_FIELDS = ("block_scale", "self_conditioning")
 METHODS = {
     "plain": {**_PLAIN, **_EPS_1E_8},
     "plain, eps 1e-10": _PLAIN,
@@ -36,25 +38,28 @@ METHODS = {
     "residual": {**_PLAIN, **_RESIDUAL},
     "residual, eps 1e-8": {**_PLAIN, **_RESIDUAL, **_EPS_1E_8},
     "residual + cs": {**_PLAIN, **_RESIDUAL, **_CS},
+    "residual + self-conditioning": {**_PLAIN, **_RESIDUAL, **_SELF_CONDITIONING},
     "ls (paper)": {**_PLAIN, **_PAPERS_LS},
 }
 PLAIN, BASE, PAPER, QUICK, UNET = "plain", "20 layers", "paper", "quick", "U-Net"
 EVERYWHERE = (PLAIN, "residual")
+CONDITIONED = "residual + self-conditioning"
 _BOTH_EPS = ("plain", "plain, eps 1e-10", "residual", "residual, eps 1e-8")
 # The methods that run on each workload.
 METHODS_ON = {
-    BASE: (*_BOTH_EPS, "cs", "ls", "sum", "rezero", "sum + rezero", "residual + cs"),
+    BASE: (*_BOTH_EPS, "cs", "ls", "sum", "rezero", "sum + rezero", "residual + cs", CONDITIONED),
     "12 layers": (*EVERYWHERE, "residual, eps 1e-8"),
     "28 layers": EVERYWHERE,
     "batch 16": EVERYWHERE,
     "batch 64": EVERYWHERE,
     "patch 4": EVERYWHERE,
     "class-conditional shapes": _BOTH_EPS,
-    UNET: EVERYWHERE,
+    UNET: (*EVERYWHERE, CONDITIONED),
     PAPER: ("plain", "cs", "ls (paper)", "residual"),
 }
 # The methods that train with all seeds; the others are only tuned. Controls take the best setting of another method.
-FINALISTS, CONTROLS = _BOTH_EPS, {"plain, eps 1e-10": PLAIN}
+CONTROLS = {"plain, eps 1e-10": PLAIN, CONDITIONED: "residual"}
+FINALISTS = (*_BOTH_EPS, CONDITIONED)
 TUNED = tuple(name for name in METHODS_ON if name != PAPER)
 
 # From the middle outwards, so that the first runs can stop later ones.
@@ -106,7 +111,14 @@ WORKLOADS = {
         flags={"resolution": 16, "num_shapes": 50_000},
         uses_fashion_mnist=False,
     ),
-    UNET: Workload(SMALL_UNET, steps=1_000, methods={"residual": {**_PLAIN, **_RESIDUAL_UNET}}),
+    UNET: Workload(
+        SMALL_UNET,
+        steps=1_000,
+        methods={
+            "residual": {**_PLAIN, **_RESIDUAL_UNET},
+            CONDITIONED: {**_PLAIN, **_RESIDUAL_UNET, **_SELF_CONDITIONING},
+        },
+    ),
     PAPER: Workload(flags={"max_grad_norm": 0, **_EPS_1E_8}),
     QUICK: Workload(steps=500),
 }
@@ -147,12 +159,12 @@ class Run:
     @property
     def flags(self) -> dict[str, Any]:
         """The flags of the method."""
-        return {name: value for name, value in self._method.items() if name != "block_scale"}
+        return {name: value for name, value in self._method.items() if name not in _MODEL_FIELDS}
 
     @property
     def model(self) -> dict[str, Any]:
         """The config of the model."""
-        changes = {name: value for name, value in self._method.items() if name == "block_scale"}
+        changes = {name: value for name, value in self._method.items() if name in _MODEL_FIELDS}
         return {**WORKLOADS[self.workload].model, **changes}
 
     @property

@@ -16,6 +16,7 @@ from scalelong_diffusers.internals import is_compiled, write_config_entry
 from scalelong_diffusers.models.fusing import plan_compensation, plan_fusing
 from scalelong_diffusers.models.mixin import (
     SkipScalingMixin,
+    check_plain_class_suffices,
     plan_skip_scaling,
     scaled_class,
     skip_layout,
@@ -108,6 +109,8 @@ def remove_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
     models = [model for model in scalable_models(model_or_pipeline) if "skip_scaling" in model.config]
     _check_any_scaled(models, model_or_pipeline)
     for model in models:
+        check_plain_class_suffices(model)
+    for model in models:
         unscale(model)
     _refresh_components(model_or_pipeline, models)
     return model_or_pipeline
@@ -127,6 +130,8 @@ def fuse_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
     """
     models = [model for model in scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
     _check_any_scaled(models, model_or_pipeline)
+    for model in models:
+        check_plain_class_suffices(model)
     for fuse in [plan_fusing(model) for model in models]:
         fuse()
     return remove_skip_scaling(model_or_pipeline)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class SkipScalingMixin(HubMixin):
     """
 
     skip_layout: SkipLayout
+    # More options of `__init__`, and functions that add their parts to a new model.
+    added_parts: Mapping[str, Callable[[ModelMixin], None]] = {}
     _plain_class: type
 
     def __init_subclass__(cls, **kwargs):
@@ -67,7 +69,7 @@ class SkipScalingMixin(HubMixin):
                 cls.__init__.__signature__ = inspect.Signature(_init_parameters(cls))
             else:
                 cls._plain_class = next(base for base in cls.__bases__ if issubclass(base, ModelMixin))
-                cls.__init__ = _init_with_skip_scaling(cls._plain_class)
+                cls.__init__ = _init_with_skip_scaling(cls._plain_class, cls.added_parts)
             registered = _SCALED_CLASSES.get(cls._plain_class)
             # Another class of the user's for a plain class of ours must not change what apply_skip_scaling returns.
             if registered is None or registered.__module__ != "scalelong_diffusers":
@@ -221,6 +223,16 @@ def plan_skip_scaling(model: ModelMixin, config: SkipScalingConfig) -> SkipScali
     return SkipScalingPlan(model, skips, layout.build_scaler(config, skips, model.device, model.dtype))
 
 
+def check_plain_class_suffices(model: ModelMixin):
+    """Raise a `UserError` if a model has a part that its plain class does not have."""
+    for name in getattr(model, "added_parts", ()):
+        if model.config.get(name):
+            raise UserError(
+                f"this {type(model).__name__} has {name}, which {model._plain_class.__name__} does not have: "
+                'apply_skip_scaling(model, "none") turns off the scaling only'
+            )
+
+
 def unscale(model: ModelMixin):
     """Turn a scaled model into its plain class, and remove the entry from its config."""
     if not isinstance(model, SkipScalingMixin):  # a plain class keeps the entry after loading a scaled folder
@@ -256,18 +268,23 @@ def _check_entries(model_class: type[SkipScalingMixin], config: Mapping[str, Any
             )
 
 
-def _init_with_skip_scaling(plain: type):
-    """Return the `__init__` of a plain class with an additional keyword `skip_scaling`."""
+def _init_with_skip_scaling(plain: type, parts: Mapping[str, Callable[[ModelMixin], None]]):
+    """Return the `__init__` of a plain class with the keywords `skip_scaling` and the names of `parts`."""
 
     @functools.wraps(plain.__init__)
     def __init__(self, *args, skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none", **kwargs):
         config = SkipScalingConfig.parse(skip_scaling)
+        wanted = [name for name in parts if kwargs.pop(name, False)]
         plain.__init__(self, *args, **kwargs)
+        for name in wanted:
+            parts[name](self)
+            write_config_entry(self, name, True)
         self._init_skip_scaling(config)
 
     # diffusers reads from the signature which entries of a config belong to the model.
     own = inspect.signature(__init__, follow_wrapped=False).parameters["skip_scaling"]
-    __init__.__signature__ = inspect.Signature([*_init_parameters(plain), own])
+    switches = [own.replace(name=name, default=False, annotation=bool) for name in parts]
+    __init__.__signature__ = inspect.Signature([*_init_parameters(plain), own, *switches])
     return __init__
 
 

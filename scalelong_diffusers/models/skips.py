@@ -391,7 +391,7 @@ class SkipTupleHook:
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if all(self.scaler.changes_hidden(i) or self.scaler.is_identity(i) for i in self.indices):
             return None
-        return _replaced(args, kwargs, {self.argument: self._scaled(_argument(args, kwargs, self.argument))})
+        return replaced(args, kwargs, {self.argument: self._scaled(argument_at(args, kwargs, self.argument))})
 
     def _scaled(self, skips: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
         unused = len(skips) - len(self.indices)  # K-blocks receive several skips and consume only the last one
@@ -418,8 +418,8 @@ class ConcatenationHook:
         if self.scaler.is_identity(index) or (self.only_mixes and not self.scaler.changes_hidden(index)):
             return None
         place = 0 if args else next(iter(kwargs))  # the layers of UNetMotionModel are called with keywords
-        hidden, skip = _argument(args, kwargs, place).tensor_split([self.skip.hidden_width], dim)
-        return _replaced(args, kwargs, {place: torch.cat(self.scaler.combine(hidden, skip, index), dim)})
+        hidden, skip = argument_at(args, kwargs, place).tensor_split([self.skip.hidden_width], dim)
+        return replaced(args, kwargs, {place: torch.cat(self.scaler.combine(hidden, skip, index), dim)})
 
 
 class SkipTensorHook:
@@ -432,11 +432,11 @@ class SkipTensorHook:
         self.argument = argument
 
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        skip = _argument(args, kwargs, self.argument)
+        skip = argument_at(args, kwargs, self.argument)
         if not self.scaler.changes_hidden(self.index):
-            return _replaced(args, kwargs, {self.argument: self.scaler.scale(skip, self.index)})
-        hidden, skip = self.scaler.combine(_argument(args, kwargs, self.hidden), skip, self.index)
-        return _replaced(args, kwargs, {self.hidden: hidden, self.argument: skip})
+            return replaced(args, kwargs, {self.argument: self.scaler.scale(skip, self.index)})
+        hidden, skip = self.scaler.combine(argument_at(args, kwargs, self.hidden), skip, self.index)
+        return replaced(args, kwargs, {self.hidden: hidden, self.argument: skip})
 
 
 class SkipTupleObserver:
@@ -448,10 +448,10 @@ class SkipTupleObserver:
         self.argument = argument
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        skips = _argument(args, kwargs, self.argument)
+        skips = argument_at(args, kwargs, self.argument)
         unused = len(skips) - len(self.indices)
         seen = tuple(self.observer.skip(i, skip) for i, skip in zip(self.indices, skips[unused:]))
-        return _replaced(args, kwargs, {self.argument: (*skips[:unused], *seen)})
+        return replaced(args, kwargs, {self.argument: (*skips[:unused], *seen)})
 
 
 class ConcatenationObserver:
@@ -468,16 +468,16 @@ class ConcatenationObserver:
 
     def before(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         place, index, dim = 0 if args else next(iter(kwargs)), self.skip.index, self.skip.channel_dim
-        both = _argument(args, kwargs, place)
+        both = argument_at(args, kwargs, place)
         if self.sees_skip:
             hidden, skip = both.tensor_split([self.skip.hidden_width], dim=dim)
             both = torch.cat([self.observer.hidden(index, hidden), self.observer.skip(index, skip)], dim=dim)
         else:
             both = self.observer.hidden(index, both)
-        return _replaced(args, kwargs, {place: both})
+        return replaced(args, kwargs, {place: both})
 
     def after(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        both = _argument(args, kwargs, 0 if args else next(iter(kwargs)))
+        both = argument_at(args, kwargs, 0 if args else next(iter(kwargs)))
         hidden, skip = both.tensor_split([self.skip.hidden_width], dim=self.skip.channel_dim)
         self.observer.meeting(self.skip.index, hidden, skip)
 
@@ -491,12 +491,12 @@ class SkipTensorObserver:
         self.places = layout.hidden, layout.argument
 
     def before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        hidden, skip = (_argument(args, kwargs, place) for place in self.places)
+        hidden, skip = (argument_at(args, kwargs, place) for place in self.places)
         seen = self.observer.hidden(self.index, hidden), self.observer.skip(self.index, skip)
-        return _replaced(args, kwargs, dict(zip(self.places, seen)))
+        return replaced(args, kwargs, dict(zip(self.places, seen)))
 
     def after(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self.observer.meeting(self.index, *(_argument(args, kwargs, place) for place in self.places))
+        self.observer.meeting(self.index, *(argument_at(args, kwargs, place) for place in self.places))
 
 
 class ScalerObserver:
@@ -515,11 +515,11 @@ class ScalerObserver:
         self.observer.meeting(args[2], hidden, skip * factor)
 
 
-def _argument(args: tuple, kwargs: dict[str, Any], place: str | int) -> Any:
+def argument_at(args: tuple, kwargs: dict[str, Any], place: str | int) -> Any:
     return kwargs[place] if isinstance(place, str) else args[place]
 
 
-def _replaced(args: tuple, kwargs: dict[str, Any], new: dict[str | int, Any]) -> tuple[tuple, dict[str, Any]]:
+def replaced(args: tuple, kwargs: dict[str, Any], new: dict[str | int, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of a call with some of them replaced, by position or name."""
     args = tuple(new.get(position, value) for position, value in enumerate(args))
     return args, {**kwargs, **{name: value for name, value in new.items() if isinstance(name, str)}}

@@ -24,7 +24,14 @@ from diffusers.pipelines.audioldm2.modeling_audioldm2 import AudioLDM2UNet2DCond
 from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel, UTransformer2DModel
 from torch import nn
 
-from scalelong_diffusers.models.mixin import SkipScalingMixin, plan_skip_scaling, scaled_class, unscale
+from scalelong_diffusers.models.mixin import (
+    SkipScalingMixin,
+    check_plain_class_suffices,
+    plan_skip_scaling,
+    scaled_class,
+    unscale,
+)
+from scalelong_diffusers.models.self_conditioning import ConditionedTimeEmbedding
 from scalelong_diffusers.models.skips import BlockSkips, SkipLayout, UpBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -48,12 +55,14 @@ class ScaleLongUNet2DModel(SkipScalingMixin, UNet2DModel):
 
     _no_split_modules = ["ResnetBlock2D", "Attention", "AttnUpBlock2D", "UpBlock2D"]
     skip_layout = UpBlockSkips(argument=1)
+    added_parts = {"self_conditioning": ConditionedTimeEmbedding(argument=2).add_to}
 
 
 class ScaleLongUNet2DConditionModel(SkipScalingMixin, UNet2DConditionModel):
     """[`~diffusers.UNet2DConditionModel`] with `skip_scaling`: the U-Net of Stable Diffusion, 1.x to XL."""
 
     skip_layout = _BY_KEYWORD
+    added_parts = {"self_conditioning": ConditionedTimeEmbedding(argument="temb").add_to}
 
 
 class ScaleLongUNet3DConditionModel(SkipScalingMixin, UNet3DConditionModel):
@@ -237,6 +246,7 @@ class ScaleLongUniDiffuserModel(SkipScalingMixin, UniDiffuserModel):
 
 def _scaled_like(unet: nn.Module, model: SkipScalingMixin, with_gates: bool = True) -> SkipScalingMixin:
     """Give a model that was converted from `unet` its skip scaling, and its trained gates."""
+    check_plain_class_suffices(unet)
     unscale(model)  # the conversion may have replaced the blocks that had the hooks
     # A plain U-Net that was loaded from a scaled folder has an entry in its config, but runs unscaled.
     config = unet.skip_scaler.config if isinstance(unet, SkipScalingMixin) else SkipScalingConfig("none")

@@ -18,6 +18,7 @@ from scalelong_diffusers.internals import are_plain_linear, has_functorch_transf
 from scalelong_diffusers.memory import check_memory
 from scalelong_diffusers.models.mixin import SkipScalingMixin
 from scalelong_diffusers.models.mup import MupOutput, start_mup
+from scalelong_diffusers.models.self_conditioning import SelfConditioning
 from scalelong_diffusers.models.skip_init import REFERENCE, SKIP_INITS, start_layers
 from scalelong_diffusers.models.skips import OutBlockSkips
 from scalelong_diffusers.options import Option, check_arguments
@@ -65,6 +66,8 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
             model then starts with muP, the maximal update parametrization, and learns with [`mup_param_groups`].
         mup_base_depth: `num_layers` of a model whose learning rate was tuned, for models with the residual start. The
             residual branches, and the learning rate of the skip layers, are multiplied by its ratio to `num_layers`.
+        self_conditioning: shift the inputs of the decoder's blocks by projections of the pooled features of the middle
+            block. The projections start at zero.
         skip_init, zero_init_residual: initialization of the layers that read the long skips, and of the residual
             branches; see [`apply_skip_init`].
         skip_scaling: a [`SkipScalingConfig`], a dict of its fields, or a method.
@@ -98,6 +101,7 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         timestep_offset: Annotated[float, Option(at_least=-1_000_000, at_most=1_000_000)] = 0.0,
         mup_base_width: Annotated[int | None, Option(at_least=1, at_most=65_536)] = None,
         mup_base_depth: Annotated[int | None, Option(at_least=1, at_most=1000)] = None,
+        self_conditioning: Annotated[bool, Option()] = False,
         skip_init: Annotated[str, Option(choices=SKIP_INITS)] = REFERENCE,
         zero_init_residual: Annotated[bool, Option()] = False,
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
@@ -148,6 +152,9 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.conv_out = nn.Conv2d(out_channels, out_channels, 3, padding=1) if final_conv else None
         self.gradient_checkpointing = False
         self._init_weights()
+        self.self_conditioner = (
+            SelfConditioning(hidden_size, num_layers // 2 * hidden_size) if self_conditioning else None
+        )
 
         self._init_skip_scaling(skip_scaling)  # after `_init_weights`, which would change the gates
         start_mup(self)
@@ -222,9 +229,11 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
             hidden_states = self._run(block, hidden_states, mask)
             skips.append(hidden_states)
         hidden_states = self._run(self.mid_block, hidden_states, mask)
-        for block in self.out_blocks:
+        for block, shift in zip(self.out_blocks, self._shifts(hidden_states)):
             i = len(skips)  # the paper's number of this skip
             skip = skips.pop()
+            if shift is not None:
+                hidden_states = hidden_states + shift
             hidden_states, skip, factor = self.skip_scaler(hidden_states, skip, i)
             hidden_states = self._run(block, hidden_states, mask, skip, factor)
 
@@ -250,6 +259,13 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         for module in self.modules():
             if isinstance(module, UViTAttention):
                 module.fused_projections = fused
+
+    def _shifts(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """Return what self-conditioning adds to the input of each decoder block."""
+        if self.self_conditioner is None:
+            return [None] * len(self.out_blocks)
+        patches = hidden_states[:, self.num_extra_tokens :]
+        return self.self_conditioner(patches)[:, None].chunk(len(self.out_blocks), dim=-1)
 
     def _run(self, block: nn.Module, *inputs) -> torch.Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
