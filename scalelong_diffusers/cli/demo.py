@@ -47,7 +47,7 @@ RUNS = {
         "model": {"block_scale": "rezero"},
     },
 }
-STEPS, QUICK_STEPS = 3000, 150
+STEPS, QUICK_STEPS = 2400, 150
 # The ratio of steps by seed, from pilot runs with STEPS steps. Empty until they have been run.
 PILOT: dict[int, float] = {}
 MODEL = {

@@ -87,7 +87,7 @@ def test_flags_set_steps_and_folder(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "build_page", lambda *arguments, **options: "")
     for flags in ([], ["--quick"], ["--steps", "70"], ["--output_dir", "here"]):
         assert main(["demo", *flags]) == 0
-    expected = {"runs/demo": 3000, "runs/demo-150": 150, "runs/demo-70": 70, "here": 3000}
+    expected = {"runs/demo": 2400, "runs/demo-150": 150, "runs/demo-70": 70, "here": 2400}
     assert trained == [(Path(folder), steps) for folder, steps in expected.items()]
     capsys.readouterr()
     assert main(["demo", "--steps", "0"]) == 2
