@@ -43,7 +43,7 @@ RUNS = {
     },
     "residual": {
         "label": "residual start",
-        "flags": {"learning_rate": 4e-3, "skip_init": "sum", "skip_lr_scale": 0.1},
+        "flags": {"learning_rate": 8e-3, "skip_init": "sum", "skip_lr_scale": 0.1},
         "model": {"block_scale": "rezero"},
     },
 }
@@ -74,7 +74,6 @@ TRAINING = {
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
     "adam_beta2": 0.99,
-    "adam_epsilon": 1e-8,  # as in the pilot runs
     "adam_weight_decay": 0.03,
     "max_grad_norm": 1.0,
     "ema_decay": 0.998,
