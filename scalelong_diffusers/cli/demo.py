@@ -38,7 +38,7 @@ from scalelong_diffusers.terminal import print_lines
 RUNS = {
     "plain": {
         "label": "plain U-ViT",
-        "flags": {"learning_rate": 2e-3, "skip_init": "reference"},
+        "flags": {"learning_rate": 4e-3, "skip_init": "reference"},
         "model": {"block_scale": 1.0},
     },
     "residual": {
@@ -48,8 +48,9 @@ RUNS = {
     },
 }
 STEPS, QUICK_STEPS = 2400, 150
-# The ratio of steps by seed, from pilot runs with STEPS steps. Empty until they have been run.
-PILOT: dict[int, float] = {}
+# The ratio of steps by seed, from pilot runs with these settings. Others tried the rates 4e-3 and 8e-3 for the plain
+# run, and 4e-3 and 1.6e-2 for the other one.
+PILOT = {0: STEPS / 720, 1: STEPS / 1020, 2: STEPS / 660}
 MODEL = {
     "sample_size": 16,
     "patch_size": 2,

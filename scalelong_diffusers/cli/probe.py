@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from scalelong_diffusers.cli.diagnose import MeasuringConfig, add_measuring_options, report
-from scalelong_diffusers.diagnosis.probe import BAR, TIMES, ProbeResult, probe
+from scalelong_diffusers.diagnosis.probe import BAR, MAX_PIXELS, TIMES, ProbeResult, probe
 from scalelong_diffusers.diagnosis.probe_page import build_probe_page
 from scalelong_diffusers.diagnosis.report import aligned
 from scalelong_diffusers.errors import UserError
@@ -31,6 +31,13 @@ class ProbeConfig(MeasuringConfig):
         at_least=0,
         at_most=TIMES - 1,
         metavar="T",
+    )
+    grid: int = option(
+        4,
+        "average the features over N x N cells of the image (1: over all positions)",
+        at_least=1,
+        at_most=MAX_PIXELS,
+        metavar="N",
     )
     num_images: int = option(
         10_000, "train the probes on at most N images", at_least=20, at_most=10_000_000, metavar="N"
@@ -85,7 +92,7 @@ def measure(config: ProbeConfig, given: Mapping[str, Any]) -> tuple[ProbeResult,
     count = min(config.num_images, train.num_samples) + test.num_samples
     skips = skip_layout(subject.model).find(subject.model)
     width = sum(skip.width + skip.hidden_width for skip in skips)
-    check_memory(f"the features of {count:,} images", 4 * count * width * len(config.timesteps))
+    check_memory(f"the features of {count:,} images", 4 * count * width * config.grid**2 * len(config.timesteps))
     device = choose_device(config.device)
     subject.to(device)
     with tqdm(total=count * len(config.timesteps), desc="features", bar_format=BAR) as bar:
@@ -95,6 +102,7 @@ def measure(config: ProbeConfig, given: Mapping[str, Any]) -> tuple[ProbeResult,
             inputs.test(config.batch_size, device),
             subject.noising,
             config.timesteps,
+            config.grid,
             bar.update,
             show_progress=True,
         )

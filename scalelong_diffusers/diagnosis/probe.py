@@ -2,7 +2,7 @@
 Linear probes: how well can a linear classifier read the class of an image from the features of each block?
 
 After "Denoising Diffusion Autoencoders are Unified Self-supervised Learners" (DDAE, arXiv 2303.09769): images get a
-little noise, the model runs once, and the features of a block are averaged over all positions.
+little noise, the model runs once, and the features of a block are averaged, here over the cells of a grid.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from scalelong_diffusers.diagnosis.measure import Advance, ignore_progress
 from scalelong_diffusers.models.mixin import skip_layout
 from scalelong_diffusers.models.skips import SkipObserver
 from scalelong_diffusers.noise import NoiseProcess
-from scalelong_diffusers.scaling import LongSkip
 
 
 PIXELS, MIDDLE = "pixels", "middle"
@@ -143,6 +142,7 @@ def probe(
     test: Iterable[LabeledImages],
     noising: NoiseProcess,
     timesteps: Sequence[int],
+    grid: int = 1,
     advance: Advance = ignore_progress,
     show_progress: bool = False,
 ) -> ProbeResult:
@@ -150,13 +150,14 @@ def probe(
     Train a linear probe for each block and timestep of a model, and return their accuracies on the test images.
 
     Args:
+        grid: average the features over grid x grid cells of the image, or over all positions if it is 1.
         advance: is called with the number of images that have run, once for each timestep.
         show_progress: show a progress bar while the probes are trained.
     """
     skips = skip_layout(model).find(model)
     with evaluating(model):
-        features = collect_features(model, train, noising, timesteps, advance)
-        tested = collect_features(model, test, noising, timesteps, advance)
+        features = collect_features(model, train, noising, timesteps, grid, advance)
+        tested = collect_features(model, test, noising, timesteps, grid, advance)
     names = [name for name in block_names(len(skips)) if (name, timesteps[0]) in features.values]
     readers = {f"decoder {skip.index}": skip.where for skip in skips}
     blocks = []
@@ -200,13 +201,14 @@ def collect_features(
     batches: Iterable[LabeledImages],
     noising: NoiseProcess,
     timesteps: Sequence[int],
+    grid: int = 1,
     advance: Advance = ignore_progress,
 ) -> Features:
     """Run the model on all images with the noise of each timestep, and return the features of its blocks."""
-    observer = FeatureObserver(skip_layout(model).find(model))
+    observer = FeatureObserver(model, grid)
     parts: dict[tuple[str, int], list[torch.Tensor]] = {}
     labels = []
-    with observer.attached(model):
+    with observer.attached():
         for batch in batches:
             for t in timesteps:
                 steps = noising.timesteps(
@@ -230,22 +232,25 @@ def _pixels(images: torch.Tensor) -> torch.Tensor:
 
 class FeatureObserver(SkipObserver):
     """
-    Averages the output of each block over all positions, in each forward pass.
+    Averages the output of each block over the cells of a grid, in each forward pass.
 
     The skips are the outputs of the encoder's blocks. A hidden state that meets a skip is the output of the middle or
     of a decoder block. Only the output of the last block meets nothing. It is left out if that block is not a single
     module, as in Stable Cascade.
     """
 
-    def __init__(self, skips: Sequence[LongSkip]):
-        self.skips = {skip.index: skip for skip in skips}
+    def __init__(self, model: ModelMixin, grid: int):
+        self.model = model
+        self.layout = skip_layout(model)
+        self.grid = grid
+        self.skips = {skip.index: skip for skip in self.layout.find(model)}
         self.features: dict[str, torch.Tensor] = {}
 
     @contextmanager
-    def attached(self, model: ModelMixin) -> Iterator[None]:
+    def attached(self) -> Iterator[None]:
         outermost = self.skips[1]
-        last = model.get_submodule(outermost.block)
-        handles = skip_layout(model).observe(model, self, list(self.skips.values()))
+        last = self.model.get_submodule(outermost.block)
+        handles = self.layout.observe(self.model, self, list(self.skips.values()))
         handles.append(last.register_forward_hook(self._last_output))
         try:
             yield
@@ -267,8 +272,13 @@ class FeatureObserver(SkipObserver):
         self._keep("decoder 1", output[0] if isinstance(output, tuple) else output, 1)
 
     def _keep(self, block: str, values: torch.Tensor, index: int):
-        positions = [dim for dim in range(1, values.ndim) if dim != self.skips[index].channel_dim]
-        self.features[block] = values.mean(positions, dtype=torch.float32)
+        image = self.layout.image_of(self.model, values) if self.grid > 1 else None
+        if image is None:
+            positions = [dim for dim in range(1, values.ndim) if dim != self.skips[index].channel_dim]
+            self.features[block] = values.mean(positions, dtype=torch.float32)
+        else:
+            cells = [min(self.grid, size) for size in image.shape[2:]]
+            self.features[block] = F.adaptive_avg_pool2d(image.float(), cells).flatten(1)
 
 
 Classify = Callable[[torch.Tensor], torch.Tensor]

@@ -87,6 +87,10 @@ class SkipLayout:
         """Register the hooks that call an observer in each forward pass, and return their handles."""
         raise UserError(f"the layout of {type(model).__name__} does not define observe, which a diagnosis needs")
 
+    def image_of(self, model: nn.Module, states: torch.Tensor) -> torch.Tensor | None:
+        """Return hidden states as `(batch, channels, height, width)`, or None if their positions are not an image's."""
+        return states if states.ndim == 4 else None
+
     def inner_layers(self, model: nn.Module, depth: int) -> list[str]:
         """
         Return the names of the modules that affect the output only through the hidden state that meets skip `depth`.
@@ -357,6 +361,11 @@ class OutBlockSkips(SkipLayout):
         hook = ScalerObserver(observer)
         scaler = model.skip_scaler
         return [scaler.register_forward_pre_hook(hook.before), scaler.register_forward_hook(hook.after)]
+
+    def image_of(self, model: nn.Module, states: torch.Tensor) -> torch.Tensor | None:
+        patches = states[:, model.num_extra_tokens :]
+        is_of_sample_size = patches.shape[1] == model.grid[0] * model.grid[1]
+        return patches.transpose(1, 2).unflatten(2, model.grid) if is_of_sample_size else None
 
     def inner_layers(self, model: nn.Module, depth: int) -> list[str]:
         count = len(model.in_blocks)

@@ -19,6 +19,7 @@ from diffusers import DDIMScheduler
 from web_pages import CONTRASTS
 
 from scalelong_diffusers import ScaleLongClassConditionalPipeline, UViTModel
+from scalelong_diffusers.cli import main
 
 
 pytestmark = pytest.mark.slow
@@ -273,23 +274,23 @@ def test_diagnosis_shows_its_page(opened, model):
     assert report.locator("svg polyline").count() > 5
 
 
-def start(*arguments, **options):
-    command = [sys.executable, "-m", "scalelong_diffusers.cli", "app", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
-
-
-def test_bad_input_ends_the_command(app, tmp_path):
-    port = app.address.rsplit(":")[-1].strip("/")
+def test_bad_input_ends_the_command(tmp_path, capsys):
     cases = {
         (tmp_path,): f"scalelong: {tmp_path} is not a pipeline: it has no model_index.json",
-        ("--server_port", port): f"scalelong: --server_port {port} cannot be used: ",
         ("--server_port", 0): "scalelong: --server_port must be an integer, at least 1 and at most 65,535, got 0",
     }
     for arguments, message in cases.items():
-        ended = start(*arguments)
-        assert ended.returncode == 2
-        assert "Traceback" not in ended.stderr
-        assert ended.stderr.splitlines()[-1].startswith(message)
+        assert main(["app", *map(str, arguments)]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+
+
+def test_a_port_that_is_taken_ends_the_command(app):
+    port = app.address.rsplit(":")[-1].strip("/")
+    command = [sys.executable, "-m", "scalelong_diffusers.cli", "app", "--server_port", port]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(f"scalelong: --server_port {port} cannot be used: ")
 
 
 def test_visitors_of_a_space_can_only_sample(model, project_root):

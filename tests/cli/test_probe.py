@@ -75,6 +75,11 @@ def test_takes_stock_models_pipelines_and_text(probe, ddpm, tiny_stable_diffusio
     assert result["blocks"][0]["width"] == 4 * 8 * 8
 
 
+def test_averages_over_the_cells_of_a_grid(probe, config):
+    widths = [probe(config, "--grid", grid)["blocks"][1]["width"] for grid in (1, 2)]
+    assert widths == [16, 4 * 16]
+
+
 @pytest.mark.parametrize("kind", ["flow", "edm"])
 def test_takes_models_of_other_processes(probe, config, kind):
     result = probe(config, "--prediction_type", kind)

@@ -1,5 +1,7 @@
 """Linear probes: features of every block, the classifier, and the page."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,8 +63,8 @@ def test_observes_all_kinds_of_models_and_leaves_no_hook(case):
     model, inputs = case.build(), case.make_inputs()
     before = model(**inputs)[0]
     skips = skip_layout(model).find(model)
-    observer = FeatureObserver(skips)
-    with observer.attached(model):
+    observer = FeatureObserver(model, grid=1)
+    with observer.attached():
         assert torch.equal(model(**inputs)[0], before)
     without_last = {"decoder 1"} if isinstance(model.get_submodule(skips[0].block), CONTAINERS) else set()
     assert set(observer.features) == set(block_names(len(skips))[1:]) - without_last
@@ -77,6 +79,29 @@ def test_observes_all_kinds_of_models_and_leaves_no_hook(case):
 def test_averages_large_images_for_the_baseline(build, noising, bright_or_dark):
     features = collect_features(build(sample_size=48), [bright_or_dark(0, 2, size=48)], noising, [0])
     assert features.values[PIXELS, 0].shape == (2, 3 * 32 * 32)
+
+
+def test_averages_the_patches_of_a_uvit_over_the_cells_of_a_grid(build, noising, bright_or_dark):
+    model = build(num_class_embeds=3)  # one more token that belongs to no patch
+    outputs = []
+    model.in_blocks[0].register_forward_hook(lambda block, args, output: outputs.append(output))
+    labels = {"class_labels": torch.tensor([2, 2])}
+    batch = replace(bright_or_dark(0, 2), conditions=labels)
+    features = collect_features(model, [batch], noising, [0], grid=2).values["encoder 1", 0]
+    patches = outputs[0][:, 2:].unflatten(1, (2, 2, 2, 2))  # row, its half, column, its half
+    torch.testing.assert_close(features, patches.mean((2, 4)).permute(0, 3, 1, 2).flatten(1))
+
+
+@torch.no_grad()
+def test_a_grid_is_at_most_as_fine_as_the_features(ddpm):
+    model, inputs = ddpm.build(), ddpm.make_inputs()
+    observer = FeatureObserver(model, grid=3)
+    with observer.attached():
+        model(**inputs)
+    assert observer.features["encoder 1"].shape[1] == 9 * observer.skips[1].width
+    deepest = observer.skips[len(observer.skips)]
+    size = inputs["sample"].shape[-1] // 2
+    assert observer.features["middle"].shape[1] == min(3, size) ** 2 * deepest.hidden_width
 
 
 def test_classifier_finds_what_is_linear():
