@@ -88,7 +88,7 @@ class SkipLayout:
         raise UserError(f"the layout of {type(model).__name__} does not define observe, which a diagnosis needs")
 
     def image_of(self, model: nn.Module, states: torch.Tensor) -> torch.Tensor | None:
-        """Return hidden states as `(batch, channels, height, width)`, or None if their positions are not an image's."""
+        """Return hidden states as `(batch, channels, height, width)`, or None if they do not belong to an image."""
         return states if states.ndim == 4 else None
 
     def inner_layers(self, model: nn.Module, depth: int) -> list[str]:
