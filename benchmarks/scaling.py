@@ -11,6 +11,7 @@ with what processes on CPUs allocate and send.
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import weakref
@@ -150,13 +151,11 @@ def count_pass(skeleton: nn.Module, batch: int, dtype: torch.dtype, weights: tor
 
 
 def run_pass(model: nn.Module, inputs: dict[str, torch.Tensor], dtype: torch.dtype, as_on_gpu: bool):
-    uses_autocast = dtype != torch.float32
-    with torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast):
-        if as_on_gpu and uses_autocast:
-            with NormalizationInFp32():
-                prediction = model(**inputs).sample
-        else:
-            prediction = model(**inputs).sample
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32),
+        NormalizationInFp32() if as_on_gpu else contextlib.nullcontext(),
+    ):
+        prediction = model(**inputs).sample
     F.mse_loss(prediction.float(), inputs["sample"]).backward()
 
 
@@ -180,7 +179,7 @@ def inputs_of(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step costs in one process, in bytes. Images are those of a pass; `sent` goes to other processes."""
+    """What a step costs in one process, in bytes. `images` are in a pass, and `sent` goes to other processes."""
 
     images: int
     weights: float
@@ -235,7 +234,7 @@ class Training:
 
     @cached_property
     def groups(self) -> list[int]:
-        """The numbers of parameters that FSDP2 gathers together: those of the root, then those of each block."""
+        """The numbers of parameters that FSDP2 gathers together, first of the root and then of each block."""
         names = block_names(self.skeleton)
         units = [self.skeleton, *(part for part in self.skeleton.modules() if type(part).__name__ in names)]
         owner = {weight: unit for unit in units for weight in unit.parameters()}  # inner blocks come last

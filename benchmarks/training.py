@@ -120,13 +120,9 @@ def measure_checkpoint(folder: Path) -> dict:
 
 def measure_published(rounds: int, folder: Path, batch_size: int, **options) -> dict[str, dict]:
     """Return our speed relative to diffusers' script. `options` are flags for all, such as the model."""
-    runs = {}
-    for name, compiled in {"eager": False, "compiled": True}.items():
-        options |= {"train_batch_size": batch_size, "num_shapes": LOADED, "sample_steps": 0}
-        runs[name] = make_run(folder / name, compile=compiled, **options)
-    steps = {name: our_step(*run) for name, run in runs.items()}
-    run, process = runs["eager"]
-    steps["published"] = published_step(run, process)
+    options |= {"train_batch_size": batch_size, "num_shapes": LOADED, "sample_steps": 0}
+    runs = {name: make_run(folder / name, compile=name == "compiled", **options) for name in ("eager", "compiled")}
+    steps = {"published": published_step(*runs["eager"])} | {name: our_step(*run) for name, run in runs.items()}
     times = paired_times(steps, rounds, clock=CLOCK)
     return {name: paired_ratio(times["published"], times[name]) for name in runs}
 
