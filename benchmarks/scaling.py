@@ -364,7 +364,7 @@ def markdown(results: dict[str, list[dict]], totals: dict[str, int]) -> str:
 
 
 def joined(rows: list[dict], cell) -> str:
-    return ", ".join(cell(row) if "images" in row else "too large" for row in rows)
+    return " / ".join(cell(row) if "images" in row else "too large" for row in rows)
 
 
 def memory_cell(row: dict) -> str:

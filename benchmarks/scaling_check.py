@@ -57,7 +57,7 @@ def run_case(config: dict, engine: str, count: int, precision: str) -> dict[str,
     costs = training.ddp(count, BATCH) if engine == "ddp" else training.fsdp2(count, BATCH, reduce_rounds=2)
     return {
         name: {"measured": max(result[name] for result in measured), "predicted": getattr(costs, name)}
-        for name in measured[0]
+        for name in ("weights", "gradients", "moments", "ema", "memory", "sent")
     }
 
 
