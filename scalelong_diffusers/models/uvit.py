@@ -499,7 +499,7 @@ def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs:
     is_traced = torch.compiler.is_compiling() or has_functorch_transform()
     if not value.requires_grad or is_traced or has_saved_tensors_hooks():
         return linear(value)
-    memory, size = weakref.ref(value.untyped_storage()), value.numel()
+    memory, size = weakref.ref(value.untyped_storage()), value.numel()  # weak, since autograd keeps `pack`
 
     def pack(saved: torch.Tensor):
         is_value = saved.untyped_storage() is memory() and saved.numel() == size
