@@ -5,11 +5,13 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 
+# With OMP_NUM_THREADS=1, the time of the processor, which other programs disturb less.
+CLOCK = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 # With fewer rounds not even the smallest and largest ratio form a 95 % interval.
 _MIN_ROUNDS = 6
 
@@ -27,11 +29,7 @@ def paired_times(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """
-    Return the seconds of each function in each round. Every round runs all of them in a random order.
-
-    On a busy machine, `time.process_time` measures the work of one thread better than the default clock.
-    """
+    """Return the seconds of each function in each round. Every round runs all of them in a random order."""
     for _ in range(warmup):
         for function in functions.values():
             function()
@@ -69,11 +67,20 @@ def verdict(ratio: dict[str, float], limit: float) -> str:
 def peak_allocated(function: Callable[[], None]) -> int:
     """Return the peak number of bytes that `function` allocates, counted by torch's allocator."""
     function()  # allocates what stays between steps
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with profile_memory() as profile:
         function()
+    return max((alive for _, alive in live_bytes(profile)), default=0)
+
+
+def profile_memory() -> torch.profiler.profile:
+    """Return a profiler that records each allocation of torch's allocator for CPUs."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def live_bytes(profile: torch.profiler.profile) -> Iterator[tuple[int, int]]:
+    """Yield the time in nanoseconds of each allocation and release, and the bytes that are allocated afterwards."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = peak = 0
+    alive = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+        yield event.start_ns(), alive

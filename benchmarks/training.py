@@ -2,12 +2,15 @@
 Measure the cost of the training loop on top of forward, backward and optimizer step.
 
     python benchmarks/training.py [--rounds 12] [--only loop|loader|checkpoint|precomputed] [--json]
+    python benchmarks/training.py --only published [--batch_size 4] [--mixed_precision bf16] [--json]
 
 - loop: steps of the unconditional script, with data, noise, EMA, clipping and log, against a bare loop of the same
   model and optimizer with a fixed batch and noise, interleaved in one run.
 - loader: images read per second without training.
 - checkpoint: writing a checkpoint of the U-ViT S/2 of CIFAR-10.
 - precomputed: steps from precomputed latents against steps with the autoencoder in the loop.
+- published: steps of our script with DDPM's U-Net of CIFAR-10, eager and compiled, against diffusers' script with the
+  stock class. It is not part of the others, since compiling takes minutes.
 """
 
 import argparse
@@ -21,8 +24,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import paired_ratio, paired_times, round_count
+from measure import CLOCK, paired_ratio, paired_times, round_count
 from precomputed import measure_precomputed, show_precomputed
+from published_script import published_step
 
 from scalelong_diffusers.data import DataConfig, TrainingData, load_training_data
 from scalelong_diffusers.experiments.results import machine
@@ -114,10 +118,24 @@ def measure_checkpoint(folder: Path) -> dict:
     }
 
 
+def measure_published(rounds: int, folder: Path, batch_size: int, **options) -> dict[str, dict]:
+    """Return our speed relative to diffusers' script. `options` are flags for all, such as the model."""
+    options |= {"train_batch_size": batch_size, "num_shapes": LOADED, "sample_steps": 0}
+    runs = {name: make_run(folder / name, compile=name == "compiled", **options) for name in ("eager", "compiled")}
+    steps = {"published": published_step(*runs["eager"])} | {name: our_step(*run) for name, run in runs.items()}
+    times = paired_times(steps, rounds, clock=CLOCK)
+    return {name: paired_ratio(times["published"], times[name]) for name in runs}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=round_count, default=12, help="number of rounds (default: %(default)s)")
-    parser.add_argument("--only", choices=["loop", "loader", "checkpoint", "precomputed"], help="run one measurement")
+    choices = ["loop", "loader", "checkpoint", "precomputed", "published"]
+    parser.add_argument("--only", choices=choices, help="run one measurement (default: all but published)")
+    parser.add_argument("--batch_size", type=int, default=4, help="for published (default: %(default)s)")
+    parser.add_argument(
+        "--mixed_precision", choices=["no", "bf16"], default="no", help="for published (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -127,6 +145,11 @@ def main():
             "checkpoint": lambda: measure_checkpoint(Path(folder)),
             "precomputed": lambda: measure_precomputed(arguments.rounds, Path(folder)),
         }
+        if arguments.only == "published":
+            options = {"preset": "cifar10-unet", "mixed_precision": arguments.mixed_precision}
+            parts = {
+                "published": lambda: measure_published(arguments.rounds, Path(folder), arguments.batch_size, **options)
+            }
         results = {name: part() for name, part in parts.items() if arguments.only in (None, name)}
     if arguments.json:
         print(json.dumps({"machine": machine(), "batch": BATCH, "results": results}))
@@ -140,6 +163,9 @@ def main():
     for name in ("loader", "checkpoint"):
         for label, value in results.get(name, {}).items():
             print(f"{name}: {label} {value:.4g}")
+    for name, speed in results.get("published", {}).items():
+        label = f"published, {arguments.mixed_precision}, batch {arguments.batch_size}"
+        print("{label}: {name} speed {ratio:.3f} [{low:.3f}, {high:.3f}]".format(label=label, name=name, **speed))
     if "precomputed" in results:
         show_precomputed(results["precomputed"])
 

@@ -3,27 +3,32 @@ Compare `UViTModel` with a straightforward implementation with the same weights,
 
     python benchmarks/uvit.py [--rounds 12] [--only models|scaling|parts] [--model S/2] [--num_layers 12] [--compile]
         [--json]
+    OMP_NUM_THREADS=1 python benchmarks/uvit.py --only compile_time [--rounds 6] [--model S/2]
 
 The straightforward model multiplies the skip by its factor, concatenates it to the hidden state and applies one linear
 layer. It uses torch's attention, in the autocast dtype and, as a separate row, in float32. Speed is the time of the
 straightforward model / ours with its 95 % interval, so values above 1 mean that ours is faster. Memory is ours /
-straightforward, the peak of what a step allocates, counted by torch's allocator.
+straightforward, the peak of what a step allocates, counted by torch's allocator. `compile_time` is the time of the
+first training step with `--compile_repeated_blocks` of the scripts / compiled as a whole.
 """
 
 import argparse
 import contextlib
 import json
-import time
+import os
+import statistics
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import paired_ratio, paired_times, peak_allocated, round_count
+from measure import CLOCK, paired_ratio, paired_times, peak_allocated, round_count
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from scalelong_diffusers import UViTModel, apply_skip_scaling
 from scalelong_diffusers.experiments.results import machine
 from scalelong_diffusers.models.conversion import to_reference
+from scalelong_diffusers.training.run import compile_model
 
 
 BATCH = 8
@@ -34,8 +39,6 @@ METHODS = {
     "ls per skip": {"method": "ls", "shared": False, "init": "paper"},
 }
 CHANGES = {}  # of the presets
-# With OMP_NUM_THREADS=1, the time of the processor, which other programs disturb less.
-CLOCK = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -258,6 +261,27 @@ def decoder_parts(scaling: str) -> dict[str, dict[str, Callable[[], torch.Tensor
     }
 
 
+def compare_compile_time(preset: str, rounds: int) -> list[dict]:
+    """Compare the processor time of the first training step, of this process and of the compilers that it starts."""
+    steps = {}
+    for name, only_blocks in {"whole": False, "repeated blocks": True}.items():
+        model = build(preset)
+        compile_model(model, only_blocks)
+        steps[name] = first_step(training_step(model, inputs_of(model), dtype=None))
+    with inductor_config.patch(compile_threads=1, force_disable_caches=True):
+        times = paired_times(steps, rounds, warmup=0, clock=lambda: sum(os.times()[:4]))
+    seconds = {f"{name}_seconds": statistics.median(values) for name, values in times.items()}
+    return [{"step": "first", "time": paired_ratio(times["repeated blocks"], times["whole"]), **seconds}]
+
+
+def first_step(step: Callable[[], None]) -> Callable[[], None]:
+    def compile_and_run():
+        torch.compiler.reset()
+        step()
+
+    return compile_and_run
+
+
 def forward_backward(function: Callable[[], torch.Tensor], dtype: torch.dtype | None) -> Callable[[], None]:
     gradient = torch.randn_like(function())
 
@@ -273,7 +297,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=round_count, default=12, help="number of rounds (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
-    parser.add_argument("--only", choices=["models", "scaling", "parts"], help="run one of the three comparisons")
+    parser.add_argument(
+        "--only", choices=["models", "scaling", "parts", "compile_time"],
+        help="run one comparison (default: all but compile_time, which takes minutes per round)",
+    )  # fmt: skip
     parser.add_argument("--model", choices=MODELS, help="run one of the two models")
     parser.add_argument("--num_layers", type=int, help="number of layers, for a quick look (default: the preset's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -290,6 +317,8 @@ def main():
             )
         if arguments.only in (None, "scaling"):
             results[f"{name}, scaled against plain"] = compare_scaling(preset, arguments.rounds, arguments.compile)
+        if arguments.only == "compile_time":
+            results[f"{name}, compile time, repeated blocks / whole"] = compare_compile_time(preset, arguments.rounds)
     if arguments.only in (None, "parts"):
         results["parts of a decoder block"] = compare_parts(arguments.rounds)
     if arguments.json:
@@ -302,7 +331,8 @@ def main():
             kind = "speed" if "speed" in row else "time"
             labels = "  ".join(f"{value:<9}" for value in row.values() if isinstance(value, str))
             result = "{kind} {ratio:.3f} [{low:.3f}, {high:.3f}]".format(kind=kind, **row[kind])
-            print(f"  {labels}  {result}  memory {row['memory']:.3f}")
+            rest = "  ".join(f"{label} {value:.3f}" for label, value in row.items() if isinstance(value, float))
+            print(f"  {labels}  {result}  {rest}")
 
 
 if __name__ == "__main__":

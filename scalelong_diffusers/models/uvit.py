@@ -1,6 +1,7 @@
 """`UViTModel`: U-ViT, the transformer with long skips that the paper trains, as a diffusers model."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -495,14 +496,13 @@ def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs:
     recomputes the block anyway.
     """
     value = function(*inputs)
-    # Under compilers and torch.func, and in subclasses such as fake tensors, the memory of a tensor is not accessible.
-    is_traced = torch.compiler.is_compiling() or has_functorch_transform() or type(value) is not torch.Tensor
+    is_traced = torch.compiler.is_compiling() or has_functorch_transform()
     if not value.requires_grad or is_traced or has_saved_tensors_hooks():
         return linear(value)
-    place = value.data_ptr(), value.numel()
+    memory, size = weakref.ref(value.untyped_storage()), value.numel()  # weak, since autograd keeps `pack`
 
     def pack(saved: torch.Tensor):
-        is_value = (saved.data_ptr(), saved.numel()) == place
+        is_value = saved.untyped_storage() is memory() and saved.numel() == size
         return (saved.shape, saved.stride()) if is_value else saved
 
     def unpack(packed):

@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, parse_flag_from_env
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    parse_flag_from_env,
+)
 from diffusers.utils import logging as diffusers_logging
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers.utils import logging as transformers_logging
@@ -29,6 +34,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         log_with=None if tracker == "none" else tracker,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder / config.monitoring.logging_dir),
         fsdp_plugin=fsdp_plugin,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # no second copy of gradients
     )
     if fsdp_plugin is not None:
         _set_up_sharding(accelerator, fsdp_plugin)
