@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 from web_pages import check_contrast
 
 from scalelong_diffusers.cli import demo, main
 from scalelong_diffusers.cli.demo_page import Frame, Run, build_page
+from scalelong_diffusers.cli.demo_picture import draw_film
 from scalelong_diffusers.data import COLORS
 from scalelong_diffusers.data.shapes import Drawing
 from scalelong_diffusers.errors import UserError
@@ -68,7 +69,8 @@ def demo_folder(tmp_path_factory):
     assert len(bars) == 3
     for bar in bars[1:]:
         assert re.search(r"/images: 100%.* 30/30 images \[[0-9:]+<00:00\]", bar), bar
-    assert again.stdout.endswith(f"open {(folder / 'index.html').as_uri()}\n")
+    page, film = (folder / "index.html").as_uri(), folder / "samples.png"
+    assert again.stdout.endswith(f"samples during training: {film}\nopen {page}\n")
     return folder
 
 
@@ -78,6 +80,26 @@ def opened(open_page, demo_folder):
     return partial(open_page, demo_folder / "index.html")
 
 
+def test_picture_for_a_readme(demo_folder):
+    """It has the pixels of the sample grids, enlarged, in rows of runs and columns of steps."""
+    with Image.open(demo_folder / "samples.png") as file:
+        picture = file.convert("RGBA")
+    assert picture.size == (4 * 384 + 3 * 32, 2 * (320 + 2 * 44) + 32)
+    assert picture.getpixel((0, 400))[3] == 0, "transparent"
+    last = Image.open(io.BytesIO(demo.read_frame(demo_folder / "residual", STEPS).png))
+    drawn = picture.crop((3 * 416, 440 + 44, 3 * 416 + 384, 440 + 44 + 320)).convert("RGB").resize((96, 80), 0)
+    assert mean_difference(drawn, last.resize((96, 80), 0)) < 10, "a palette changes colors a little"
+
+
+def test_picture_of_a_run_that_diverged():
+    runs = [Run(name, {}, [], [Frame(6, None, 0)], []) for name in RUNS]
+    assert Image.open(io.BytesIO(draw_film(runs))).size == (384, 848)
+
+
+def mean_difference(a, b):
+    return ImageStat.Stat(ImageChops.difference(a, b)).mean[0]
+
+
 def test_flags_set_steps_and_folder(monkeypatch, capsys, tmp_path):
     trained = []
     monkeypatch.chdir(tmp_path)
@@ -85,6 +107,7 @@ def test_flags_set_steps_and_folder(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "train", lambda folder, steps: trained.append((folder.relative_to(tmp_path), steps)))
     monkeypatch.setattr(demo, "finish_run", lambda folder, steps: None)
     monkeypatch.setattr(demo, "build_page", lambda *arguments, **options: "")
+    monkeypatch.setattr(demo, "draw_film", lambda runs: b"")
     for flags in ([], ["--quick"], ["--steps", "70"], ["--output_dir", "here"]):
         assert main(["demo", *flags]) == 0
     expected = {"runs/demo": 2400, "runs/demo-150": 150, "runs/demo-70": 70, "here": 2400}
