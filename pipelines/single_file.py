@@ -40,7 +40,7 @@ def config_source(source: str | os.PathLike, options: Mapping[str, Any] = Mappin
     """
     Return the folder with the configs of a Stable Diffusion in one file. Other sources have their own configs.
 
-    `options` are the keywords of `from_pretrained`. Their revision is that of the source, which a file does not have.
+    `options` are the keywords of `from_pretrained`. Their `revision` is ignored, because a file has none.
     """
     if not os.path.isfile(source):
         return source
@@ -66,7 +66,7 @@ def config_source(source: str | os.PathLike, options: Mapping[str, Any] = Mappin
             return snapshot_download(repository, allow_patterns=_CONFIG_FILES, **hub_options)
     except HubUnreachable as error:
         raise HubUnreachable(
-            f"{source} holds no configs, and the Hub cannot be reached for those of {repository}: run `hf download "
+            f"{source} holds no configs, and the Hub cannot be reached to get them from {repository}: run `hf download "
             f"{repository} --include '*.json' '*.txt' --local-dir FOLDER` on a machine with a network connection, and "
             "put the file into that FOLDER"
         ) from error
@@ -83,7 +83,7 @@ def load_single_file(
     with quiet_transformers():  # it warns about torchvision, which is not needed
         pipeline_class = getattr(diffusers, class_name, None)
     if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, FromSingleFileMixin)):
-        raise UserError(f"{file} cannot be loaded: the configs in {folder} are those of a {class_name}")
+        raise UserError(f"{file} cannot be loaded: {folder} has the configs of a {class_name}")
     for path in (Path(folder), *Path(folder).iterdir()):
         check_json_files(path)
     with _no_dtype_warnings():

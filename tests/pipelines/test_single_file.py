@@ -149,7 +149,7 @@ class TestBadFiles:
     def test_configs_of_another_model(self, folder):
         index = json.loads((folder / "model_index.json").read_text())
         (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "DDPMPipeline"}))
-        with pytest.raises(UserError, match=r"the configs in .* are those of a DDPMPipeline"):
+        with pytest.raises(UserError, match="has the configs of a DDPMPipeline"):
             load_pipeline(folder / "model.safetensors")
 
 
