@@ -66,9 +66,9 @@ def config_source(source: str | os.PathLike, options: Mapping[str, Any] = Mappin
             return snapshot_download(repository, allow_patterns=_CONFIG_FILES, **hub_options)
     except HubUnreachable as error:
         raise HubUnreachable(
-            f"{source} holds no configs, and the Hub cannot be reached to get them from {repository}: run `hf download "
-            f"{repository} --include '*.json' '*.txt' --local-dir FOLDER` on a machine with a network connection, and "
-            "put the file into that FOLDER"
+            f"{source} holds no configs, and the Hub cannot be reached to get them from {repository}: run `hf "
+            f"download {repository} --include '*.json' '*.txt' --local-dir FOLDER` on a machine with a network "
+            "connection, and put the file into that FOLDER"
         ) from error
 
 
