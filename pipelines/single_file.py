@@ -78,7 +78,7 @@ def load_single_file(
     """
     Load a pipeline from one file, with the configs in a folder.
 
-    `options` are a dtype and components that replace those of the file.
+    `options` are a dtype and components that replace the ones in the file.
     """
     with quiet_transformers():  # it warns about torchvision, which is not needed
         pipeline_class = getattr(diffusers, class_name, None)
@@ -107,6 +107,6 @@ def _no_dtype_warnings() -> Iterator[None]:
 
 
 def _check_complete(model: nn.Module, what: str):
-    """Raise a `UserError` if the file lacks weights: diffusers leaves those of text encoders on the meta device."""
+    """Raise a `UserError` if the file lacks weights: diffusers leaves the missing ones on the meta device."""
     if missing := [name for name, weight in model.named_parameters() if weight.is_meta]:
         raise UserError(f"{what} lacks {len(missing)} weights that its config asks for, for example {missing[0]}")
