@@ -1,5 +1,5 @@
 """
-The original layout of Stable Diffusion 1: all weights in one file, under other names.
+The original layout of Stable Diffusion 1 and XL: all weights in one file, under other names.
 
 diffusers only reads this layout. The names here are the inverse of those in its converters.
 """
@@ -7,11 +7,12 @@ diffusers only reads this layout. The names here are the inverse of those in its
 import re
 
 import torch
-from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from transformers import CLIPTextModelWithProjection
 
 
-_UNET_PREFIX = "model.diffusion_model."
-_UNET = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"}
+_UNET = {"add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2"}
+_UNET |= {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"}
 _UNET |= {"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
 _RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "norm2": "out_layers.0", "conv2": "out_layers.3"}
 _RESNET |= {"time_emb_proj": "emb_layers.1", "conv_shortcut": "skip_connection"}
@@ -20,19 +21,42 @@ _VAE |= {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0"
 _VAE |= {"downsamplers.0": "downsample", "upsamplers.0": "upsample"}
 
 
-def original_weights(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor]:
-    """Return the weights of a Stable Diffusion 1 in the original layout."""
+_OPEN_CLIP = {
+    "text_model.encoder.layers": "transformer.resblocks",
+    "self_attn": "attn",
+    "final_layer_norm": "ln_final",
+}
+_OPEN_CLIP |= {"text_model.embeddings.position_embedding.weight": "positional_embedding", "layer_norm1": "ln_1"}
+_OPEN_CLIP |= {"text_model.embeddings.token_embedding": "token_embedding", "layer_norm2": "ln_2", "text_model.": ""}
+_OPEN_CLIP |= {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+
+
+def original_weights(pipe: StableDiffusionPipeline | StableDiffusionXLPipeline) -> dict[str, torch.Tensor]:
+    """Return the weights of a Stable Diffusion 1 or XL in the original layout."""
     stages = len(pipe.vae.config.up_block_types)
+    is_xl = isinstance(pipe, StableDiffusionXLPipeline)
+    clip = "conditioner.embedders.0" if is_xl else "cond_stage_model"
     parts = {
-        _UNET_PREFIX: (pipe.unet, lambda name: _unet_name(name, pipe.unet)),
+        "model.diffusion_model.": (pipe.unet, lambda name: _unet_name(name, pipe.unet)),
         "first_stage_model.": (pipe.vae, lambda name: _vae_name(name, stages)),
-        "cond_stage_model.transformer.text_model.": (pipe.text_encoder, lambda name: name),
+        f"{clip}.transformer.text_model.": (pipe.text_encoder, lambda name: name),
     }
-    return {
+    weights = {
         prefix + rename(name): weight.contiguous()
         for prefix, (model, rename) in parts.items()
         for name, weight in model.state_dict().items()
     }
+    return weights | (_open_clip_weights(pipe.text_encoder_2) if is_xl else {})
+
+
+def _open_clip_weights(encoder: CLIPTextModelWithProjection) -> dict[str, torch.Tensor]:
+    """Return the weights of SDXL's second text encoder. OpenCLIP joins the projections of each attention."""
+    weights = {_replace(name, _OPEN_CLIP): weight for name, weight in encoder.state_dict().items()}
+    weights["text_projection"] = weights.pop("text_projection.weight").T.contiguous()
+    for name in [name for name in weights if ".q_proj." in name]:
+        joined = [weights.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+        weights[name.replace("q_proj.", "in_proj_")] = torch.cat(joined)
+    return {f"conditioner.embedders.1.model.{name}": weight for name, weight in weights.items()}
 
 
 def _unet_name(name: str, unet: UNet2DConditionModel) -> str:
@@ -68,5 +92,5 @@ def _vae_name(name: str, stages: int) -> str:
 
 def _replace(name: str, names: dict[str, str]) -> str:
     for old, new in names.items():
-        name = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, name)
+        name = re.sub(rf"(?<!\w){re.escape(old)}\b" if old[-1] != "." else re.escape(old), new, name)
     return name

@@ -17,13 +17,17 @@ from scalelong_diffusers.training.stable_diffusion import load_stable_diffusion
 _ARGUMENTS = {"num_inference_steps": 2, "output_type": "pt"}
 
 
+def save(pipe, folder):
+    """Save a pipeline in one file, next to its configs and tokenizer."""
+    pipe.save_pretrained(folder)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    save_file(original_weights(pipe), folder / "model.safetensors")
+
+
 @pytest.fixture
 def folder(tiny_stable_diffusion, tmp_path):
-    """Return a folder with a tiny Stable Diffusion in one file, and its configs and tokenizer."""
-    tiny_stable_diffusion.save_pretrained(tmp_path / "sd")
-    for weights in (tmp_path / "sd").rglob("*.safetensors"):
-        weights.unlink()
-    save_file(original_weights(tiny_stable_diffusion), tmp_path / "sd" / "model.safetensors")
+    save(tiny_stable_diffusion, tmp_path / "sd")
     return tmp_path / "sd"
 
 
@@ -51,6 +55,12 @@ class TestLoading:
         pipe = load_stable_diffusion(folder / "model.safetensors")
         assert type(pipe) is type(tiny_stable_diffusion)
         assert torch.equal(images_of(pipe), images_of(tiny_stable_diffusion))
+
+    def test_sdxl(self, build_kind, tmp_path):
+        pipe = build_kind("sdxl")
+        save(pipe, tmp_path)
+        loaded = load_stable_diffusion(tmp_path / "model.safetensors")
+        torch.testing.assert_close(images_of(loaded), images_of(pipe))
 
     def test_takes_components(self, folder, tiny_stable_diffusion):
         weights = original_weights(tiny_stable_diffusion)
