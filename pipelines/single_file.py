@@ -81,7 +81,7 @@ def load_single_file(
     `options` are a dtype and components that replace the ones in the file.
     """
     with quiet_transformers():  # it warns about torchvision, which is not needed
-        pipeline_class = getattr(diffusers, class_name, None)
+        pipeline_class = getattr(diffusers, str(class_name), None)  # a pipeline with its own code has a list
     if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, FromSingleFileMixin)):
         raise UserError(f"{file} cannot be loaded: {folder} has the configs of a {class_name}")
     for path in (Path(folder), *Path(folder).iterdir()):
