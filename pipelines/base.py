@@ -117,7 +117,7 @@ class SamplingPipeline(HubMixin, DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        return load_complete_pipeline(super().from_pretrained, cls.download, pretrained_model_name_or_path, **kwargs)
+        return load_complete_pipeline(cls, super().from_pretrained, pretrained_model_name_or_path, **kwargs)
 
     @property
     def guidance_scale(self) -> float:

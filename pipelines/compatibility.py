@@ -107,17 +107,18 @@ def check_size(name: str, value: int, multiple: int = 1):
 def set_timesteps(scheduler: SchedulerMixin, num_inference_steps: int):
     """Set the number of steps of a scheduler, or raise a `UserError` if it cannot take so many."""
     check_size("num_inference_steps", num_inference_steps)
-    name, limit = type(scheduler).__name__, scheduler.config.get("num_train_timesteps")
-    if limit is not None and num_inference_steps > limit:
-        raise UserError(f"num_inference_steps must be at most {limit} for this {name}, got {num_inference_steps}")
+    name, limit = type(scheduler).__name__, scheduler.config.get("num_train_timesteps", math.inf)
+    steps = min(num_inference_steps, limit)
     try:
-        scheduler.set_timesteps(num_inference_steps, device="cpu")
+        scheduler.set_timesteps(steps, device="cpu")
     except ValueError as error:
         raise UserError(f"{name} cannot take num_inference_steps={num_inference_steps}: {error}") from error
     # DPM-Solver and UniPC round one timestep more than they take to integers, and divide by zero between equal ones.
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is not None and scheduler.order == 1 and not sigmas[:-1].diff().all():
-        raise UserError(f"num_inference_steps must be at most {limit - 1} for this {name}, got {num_inference_steps}")
+        limit = steps - 1
+    if num_inference_steps > limit:
+        raise UserError(f"num_inference_steps must be at most {limit} for this {name}, got {num_inference_steps}")
 
 
 def scale_model_input(scheduler: SchedulerMixin, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:

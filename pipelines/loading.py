@@ -1,5 +1,6 @@
-"""Load pipelines from a folder or the Hub without naming their class."""
+"""Load pipelines from a folder, the Hub or one file without naming their class."""
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,15 @@ from torch import nn
 
 import scalelong_diffusers
 from scalelong_diffusers.download import (
-    DOWNLOAD_OPTIONS,
     check_json_files,
     damaged_file_errors,
+    download_options,
     load_model,
     load_pretrained,
     read_json,
 )
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.pipelines.single_file import config_source, load_single_file
 
 
 INDEX = DiffusionPipeline.config_name
@@ -28,7 +30,8 @@ def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
     """
     Load a pipeline from a folder or the Hub, without naming its class. Takes the options of `from_pretrained`.
 
-    A stock pipeline (DDPM, DDIM, Stable Diffusion) is loaded as one of our pipelines.
+    A stock pipeline (DDPM, DDIM, Stable Diffusion) is loaded as one of our pipelines. A Stable Diffusion can also be
+    one file, with the configs in the same folder or on the Hub.
 
     ```python
     pipe = load_pipeline("some/model", dtype=torch.bfloat16)
@@ -38,7 +41,8 @@ def load_pipeline(source: str | os.PathLike, **options) -> DiffusionPipeline:
     name = index["_class_name"]
     name = name[1] if isinstance(name, list) else name
     if name not in _OURS:
-        unet = read_json(source, "unet/config.json", **_download_options(options)) or {}
+        configs = config_source(source, options)
+        unet = read_json(configs, "unet/config.json", **download_options(options)) or {}
         has_classes = unet.get("num_class_embeds") is not None
         name = "ScaleLongClassConditionalPipeline" if has_classes else "ScaleLongUnconditionalPipeline"
         name = "ScaleLongTextToImagePipeline" if "text_encoder" in index else name
@@ -51,20 +55,30 @@ def load_with_own_class(folder: str | os.PathLike) -> DiffusionPipeline:
     name = pipeline_index(folder, {})["_class_name"]
     if name in _OURS:
         return load_pipeline(folder)
-    return load_complete_pipeline(DiffusionPipeline.from_pretrained, DiffusionPipeline.download, folder)
+    return load_complete_pipeline(DiffusionPipeline, DiffusionPipeline.from_pretrained, folder)
 
 
 def load_complete_pipeline(
-    load: Callable[..., DiffusionPipeline], download: Callable[..., str], source: str | os.PathLike, **options
+    pipeline_class: type[DiffusionPipeline],
+    load: Callable[..., DiffusionPipeline],
+    source: str | os.PathLike,
+    **options,
 ) -> DiffusionPipeline:
     """
     Load a pipeline. Raise a `UserError` if a component lacks weights. Code in the source is never run.
 
-    `load` and `download` are the pipeline class's `from_pretrained` of diffusers and its `download`.
+    `load` is the `from_pretrained` of diffusers for this class. `DiffusionPipeline` means the class in the source.
     """
     index = pipeline_index(source, options)
+    if os.path.isfile(source):
+        pipe = load_single_file(source, config_source(source, options), index["_class_name"], **options)
+        if isinstance(pipe, pipeline_class):
+            return pipe
+        accepted = inspect.signature(pipeline_class).parameters
+        return pipeline_class(**{name: part for name, part in pipe.components.items() if name in accepted})
     with damaged_file_errors(source):
-        folder = source if os.path.isdir(source) else download(source, trust_remote_code=False, **options)
+        is_local = os.path.isdir(source)
+        folder = source if is_local else pipeline_class.download(source, trust_remote_code=False, **options)
     check_json_files(Path(folder))
     for name in (name for name, entry in index.items() if isinstance(entry, list)):
         check_json_files(Path(folder, name))
@@ -88,8 +102,7 @@ def _check_weights(model_class: type, source: str | os.PathLike, folder: Path, n
 
 def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[str, Any]:
     """Return the `model_index.json` of a folder or repository. `options` are the keywords of `from_pretrained`."""
-    is_file = os.path.isfile(source)
-    index = None if is_file else read_json(source, INDEX, **_download_options(options))
+    index = read_json(config_source(source, options), INDEX, **download_options(options))
     class_name = None if index is None else index.get("_class_name")
     if isinstance(class_name, list) and len(class_name) == 2:  # a pipeline with its own code names its module first
         class_name = class_name[1]
@@ -97,9 +110,7 @@ def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[s
         return index
     steps = [path.name.removeprefix("checkpoint-") for path in Path(source).glob("checkpoint-*") if path.is_dir()]
     finished = max((int(step) for step in steps if step.isdecimal()), default=None)
-    if is_file:
-        advice = "convert a single file with StableDiffusionPipeline.from_single_file and save_pretrained"
-    elif finished is not None:
+    if finished is not None:
         advice = (
             f"the training run is unfinished (last checkpoint: checkpoint-{finished}); run the same training command "
             "with --resume_from_checkpoint latest, or see its progress with scalelong sample"
@@ -107,7 +118,3 @@ def pipeline_index(source: str | os.PathLike, options: dict[str, Any]) -> dict[s
     else:
         advice = "a pipeline is a folder written by save_pretrained"
     raise UserError(f"{source} is not a pipeline: it has no {INDEX} with a _class_name; {advice}")
-
-
-def _download_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in DOWNLOAD_OPTIONS if name in options}

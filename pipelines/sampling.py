@@ -263,12 +263,13 @@ def _guidance_scale(pipe: SamplingPipeline, config: SampleConfig) -> float | Non
 
 
 def _weights_version(pipe: SamplingPipeline, config: SampleConfig) -> str | None:
-    """Identify the weights: by the size and time of the files in a folder, or by the commit on the Hub."""
+    """Identify the weights: by the size and time of local files, or by the commit on the Hub."""
     folder = Path(config.model)
-    if not folder.is_dir():
+    if not folder.exists():
         index = try_to_load_from_cache(config.model, pipe.config_name, revision=config.revision)
         return Path(index).parent.name if isinstance(index, str) else None
     files = [file for name in pipe.components for file in (folder / name).glob("*") if file.suffix in WEIGHTS_SUFFIXES]
+    files = [folder] if folder.is_file() else files
     if not files:
         return None
     size = sum(file.stat().st_size for file in files)

@@ -1,6 +1,7 @@
 """Read files and models from a folder or the Hub, and turn the errors of both into one-line messages."""
 
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,8 +36,7 @@ from scalelong_diffusers.internals import code_questions_refused
 from scalelong_diffusers.memory import limited_layers
 
 
-# The keywords of `from_pretrained` that choose what is read from the Hub.
-DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_DOWNLOAD_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 # What diffusers and transformers read. A folder may hold JSON of other libraries.
 _JSON_FILES = (
@@ -47,6 +47,11 @@ _JSON_FILES = (
 
 class HubUnreachable(UserError):
     """The Hub does not answer, and the file is not in the cache."""
+
+
+def download_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keywords of `from_pretrained` that choose what is read from the Hub."""
+    return {name: options[name] for name in _DOWNLOAD_OPTIONS if name in options}
 
 
 def read_json(source: str | os.PathLike, name: str, **download_options) -> dict[str, Any] | None:
@@ -240,6 +245,10 @@ def _describe(error: Exception, source: str | os.PathLike) -> str:
             return f"the weights in {source} {damaged} ({reason}): {advice}"
         if isinstance(cause, EOFError) or "PytorchStreamReader" in reason:  # torch names a line of its C++ code
             return f"the weights in {source} {damaged} (not a complete PyTorch file): {advice}"
+        if "out of meta tensor" in reason:
+            return f"{source} lacks weights that its configs ask for: {advice}"
+        if absent := re.match(r"Failed to load (\w+)\. Weights for this component", reason):
+            return f"{source} has no weights of an {absent[1]}: pass this component to load_pipeline in Python"
         if isinstance(cause, JSONDecodeError):
             return f"the JSON files in {source} {damaged} ({reason}): {advice}"
     return f"{source} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}"

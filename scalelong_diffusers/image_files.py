@@ -24,7 +24,7 @@ class UnreadableImage(UserError):
     """An image cannot be used. The message names it."""
 
     def with_skip_advice(self) -> "UnreadableImage":
-        return UnreadableImage(f"{self}; on_bad_image='skip' skips such images")
+        return UnreadableImage(f"{self}; --on_bad_image skip leaves them out")
 
 
 def read_image(file: str | Path | bytes, name: str, folders: Sequence[Path] = ()) -> Image.Image:

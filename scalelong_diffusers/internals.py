@@ -4,6 +4,7 @@ All private parts of torch, diffusers and transformers that the package uses.
 Each function has a test that fails if a new version of the library changes the part that the function uses.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,3 +85,17 @@ def has_saved_tensors_hooks() -> bool:
 def adapter_names(model) -> list[str]:
     """Return the names of the LoRAs that a diffusers model has."""
     return list(model.peft_config) if getattr(model, "_hf_peft_config_loaded", False) else []
+
+
+def single_file_repository(file: str | os.PathLike) -> str | None:
+    """
+    Return the repository on the Hub from which diffusers takes the configs of a model in one file.
+
+    Return None if the file does not have the original layout of Stable Diffusion.
+    """
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
+
+    checkpoint = load_single_file_checkpoint(str(file))
+    if not any(name.startswith("model.diffusion_model.") for name in checkpoint):
+        return None
+    return fetch_diffusers_config(checkpoint)["pretrained_model_name_or_path"]

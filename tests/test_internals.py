@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 from transformers.dynamic_module_utils import resolve_trust_remote_code
 
@@ -33,6 +34,20 @@ def test_write_config_entry(ddpm):
     named.__class__ = scalelong_diffusers.ScaleLongUNet2DModel
     internals.write_config_entry(named, "other", 1)
     assert named.config["_class_name"] == "ScaleLongUNet2DModel"
+
+
+def test_single_file_repository(tmp_path):
+    """diffusers tells Stable Diffusion 1 and 2 apart by their weights."""
+    name = "model.diffusion_model.input_blocks.2.1.transformer_blocks.0.attn2.to_k.weight"
+    save_file({name: torch.zeros(1, 768)}, tmp_path / "v1.safetensors")
+    save_file({name: torch.zeros(1, 1024)}, tmp_path / "v2.safetensors")
+    save_file({"up_blocks.0.weight": torch.zeros(1)}, tmp_path / "unet.safetensors")
+    found = {kind: internals.single_file_repository(tmp_path / f"{kind}.safetensors") for kind in ("v1", "v2", "unet")}
+    assert found == {
+        "v1": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "v2": "stabilityai/stable-diffusion-2-1",
+        "unet": None,
+    }
 
 
 def test_is_compiled():

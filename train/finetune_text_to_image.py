@@ -48,7 +48,7 @@ class FineTuningConfig(RunConfig):
     monitoring: MonitoringConfig = field(default_factory=lambda: MonitoringConfig(num_samples=4))
 
     pretrained_model_name_or_path: str = option(
-        MISSING, "folder or Hub id of the pipeline", metavar="PATH", common=True
+        MISSING, "folder, file or Hub id of the pipeline", metavar="PATH", common=True
     )
     lora_rank: int | None = option(
         None,

@@ -23,6 +23,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from scalelong_diffusers.cli.demo_page import Frame, Run, build_page
+from scalelong_diffusers.cli.demo_picture import draw_film
 from scalelong_diffusers.data import COLORS, SHAPE_CLASSES, SHAPES, recognize
 from scalelong_diffusers.data.shapes import Drawing
 from scalelong_diffusers.errors import UserError
@@ -81,6 +82,7 @@ TRAINING = {
     "class_dropout": 0.1,
     "logging_steps": 10,
 }
+FILM = "samples.png"
 SAMPLES = 4 * len(CLASSES)
 SAMPLING = {"scheduler": "dpm++", "steps": 25, "guidance": 2.0, "seed": 0, "batch_size": 30}
 
@@ -123,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings |= {"sampling": _joined(SAMPLING), "evaluated images": SAMPLES}
         content = build_page(runs, settings, {**machine(), "threads": "1 per run"}, PILOT, full_steps=STEPS)
         page.write_text(content, encoding="utf-8")
-    print_lines(f"open {page.as_uri()}")
+        (folder / FILM).write_bytes(draw_film(runs))
+    print_lines(f"samples during training: {folder / FILM}", f"open {page.as_uri()}")
     return 0
 
 

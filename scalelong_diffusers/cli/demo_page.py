@@ -27,6 +27,10 @@ class Frame:
     png: bytes | None
     correct: int
 
+    @property
+    def outcome(self) -> str:
+        return f"{self.correct} of {len(COLORS) * len(SHAPES)} right" if self.png else "no finite images"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -328,11 +332,11 @@ def _film_row(run: Run) -> str:
 
 
 def _film_picture(run: Run, frame: Frame) -> str:
-    classes = len(COLORS) * len(SHAPES)
-    outcome = f"{frame.correct} of {classes} right" if frame.png else "no finite images"
-    text = html.escape(f"{run.label} after {frame.step:,} steps: {outcome}")
+    text = html.escape(f"{run.label} after {frame.step:,} steps: {frame.outcome}")
     image = f'<img src="{_data_url(frame.png)}" alt="{text}" width="96" height="80">' if frame.png else ""
-    return f"<figure>{image}<figcaption>after {frame.step:,} steps <strong>{outcome}</strong></figcaption></figure>"
+    return (
+        f"<figure>{image}<figcaption>after {frame.step:,} steps <strong>{frame.outcome}</strong></figcaption></figure>"
+    )
 
 
 def _image_table(run: Run) -> str:

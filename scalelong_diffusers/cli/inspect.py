@@ -17,6 +17,7 @@ from scalelong_diffusers.models.mup import mup_scales
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.options import add_options
 from scalelong_diffusers.patching import skip_connections
+from scalelong_diffusers.pipelines.single_file import config_source
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.terminal import print_lines
 
@@ -26,7 +27,7 @@ _MUP_FACTORS = ("init_std", "learning_rate", "weight_decay", "eps")
 
 def add_command(commands: argparse._SubParsersAction):
     parser = commands.add_parser("inspect", help="list the long skip connections of a model and their factors")
-    parser.add_argument("model", help="a model or pipeline: a local folder or an id on the Hub")
+    parser.add_argument("model", help="a model or pipeline: a local folder or file, or an id on the Hub")
     add_options(parser, SkipScalingConfig, "skip scaling", optional=True)
     parser.add_argument(
         "--mup",
@@ -105,6 +106,7 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None, *
 
 def _load_model_config(source: str) -> dict[str, Any]:
     """Return the config of a model, or of the component of a pipeline that can be scaled."""
+    source = config_source(source)
     try:
         config = read_json(source, ModelMixin.config_name)
     except HubUnreachable:  # a pipeline in the cache, of which nobody has tried to read this file

@@ -56,7 +56,7 @@ def add_command(commands: argparse._SubParsersAction):
             "called again for more images, the command makes only the missing ones."
         ),
     )
-    parser.add_argument("model", help="a pipeline (a folder or a Hub id), or a training run or checkpoint")
+    parser.add_argument("model", help="a pipeline (a folder, a file or a Hub id), or a training run or checkpoint")
     group = AliasedGroup(parser, "images")
     add_options(group, SampleOutputConfig)
     add_options(group, SampleConfig)

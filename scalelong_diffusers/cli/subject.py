@@ -86,30 +86,25 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
 
     `given` are the flags. They override the settings of a training run.
     """
-    _check_source(source)
+    _check_name(source)
     settings: Mapping[str, Any] = {}
     if source in PRESETS and not os.path.exists(source):
         preset = get_preset(source)
         model, settings = _untrained(preset.model_class, preset.config, source, seed), preset.training
         is_trained = False
-    elif os.path.isfile(source):
+    elif source.endswith(".json") and os.path.isfile(source):
         model, is_trained = _untrained_from(read_json_file(Path(source)), source, seed), False
     else:
         folder = _model_folder(source)
         settings = _run_settings(source)
-        if read_json(folder, INDEX) is not None:
+        if os.path.isfile(folder) or read_json(folder, INDEX) is not None:
             return _from_pipeline(_load_pipeline(folder), settings, given)
         model, is_trained = _load_model(folder, seed)
     return Subject(model, _noise_process(settings, given), settings, is_trained)
 
 
-def _check_source(source: str):
-    """Reject files that cannot be loaded, and misspelled presets."""
-    if os.path.isfile(source) and not source.endswith(".json"):
-        raise UserError(
-            f"{source} must be a config.json or a folder, got another file; convert a single-file checkpoint with "
-            "StableDiffusionPipeline.from_single_file and save_pretrained"
-        )
+def _check_name(source: str):
+    """Reject misspelled presets."""
     could_be_known = source in PRESETS or "/" in source or os.path.exists(source)  # ids on the Hub have a slash
     if not could_be_known and (advice := did_you_mean(source, PRESETS)):
         raise UserError(f"{source} is neither a local folder nor a preset{advice}")

@@ -108,7 +108,7 @@ def dataset_errors(config: DataConfig):
         elif isinstance(error, FileNotFoundError):
             advice = "; if it is private or gated, log in with `hf auth login`; use train_data_dir for a local folder"
         elif "config" in reason.lower():
-            advice = "; choose one with dataset_config_name"
+            advice = "; choose one with --dataset_config_name"
         raise UserError(f"cannot load the dataset {name}: {reason}{advice}") from error
 
 
@@ -285,7 +285,7 @@ def find_columns(
         name = next((name for name in (given and (given,)) or COLUMNS[kind] if name in columns), None)
         if name is None:
             wanted = f"column {given!r}{did_you_mean(given, columns)}" if given else f"{kind} column"
-            advice = f"choose one with {kind}_column{_METADATA_ADVICE[kind]}"
+            advice = f"choose one with --{kind}_column{_METADATA_ADVICE[kind]}"
             raise UserError(f"{where} has no {wanted}; its columns: {', '.join(columns)}; {advice}")
         found[kind] = name
     return found
@@ -421,7 +421,7 @@ class ImageTable:
         row = pc.index(missing, True).as_py()
         if row != -1 and not self._skips_bad:
             found = f"{self._columns['caption']!r} is {column[row].as_py()!r}"
-            advice = "on_bad_image='skip' skips images without captions"
+            advice = "--on_bad_image skip leaves out images without captions"
             raise UserError(f"{self.name(row)} has no caption: {found}; {advice}")
 
 

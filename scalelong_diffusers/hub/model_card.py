@@ -5,16 +5,20 @@ Model cards. Each push rewrites the part between two marks; everything around it
 import html
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import ModelCard
+from PIL.Image import Image
 
 from scalelong_diffusers.errors import UserError
+from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.patching import skip_connections
 from scalelong_diffusers.pipelines.class_conditional import ScaleLongClassConditionalPipeline
 from scalelong_diffusers.pipelines.compatibility import required_conditions, unwrap_model
@@ -97,6 +101,12 @@ def training_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
             "EMA": settings["ema_decay"] if settings["use_ema"] else "no",
         },
     }
+
+
+def last_samples(folder: str | os.PathLike) -> Image | None:
+    """Return the last sample grid in the folder of a training run, or None if there is none."""
+    grids = sorted(Path(folder, "samples").glob("step-*.png"))
+    return read_image(grids[-1], str(grids[-1])) if grids else None
 
 
 def make_card(

@@ -12,7 +12,14 @@ from huggingface_hub import HfApi, ModelCard
 from scalelong_diffusers.download import check_repo_id, fetch_file, hub_errors, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.hub.adapters import save_adapter
-from scalelong_diffusers.hub.model_card import SAMPLES, CardFacts, make_adapter_card, make_card, training_facts
+from scalelong_diffusers.hub.model_card import (
+    SAMPLES,
+    CardFacts,
+    last_samples,
+    make_adapter_card,
+    make_card,
+    training_facts,
+)
 
 
 def push_to_hub(
@@ -35,8 +42,8 @@ def push_to_hub(
         create_pr: open a pull request instead of writing to the branch.
         revision: the branch, which is created if it does not exist; `main` by default.
         subfolder: push into this folder of the repository, without a model card.
-        card: more facts for the model card: [`CardFacts`], or a dict of its fields. Without `training`, the facts come
-            from `settings.json` if the model was loaded from the folder of a training run.
+        card: more facts for the model card: [`CardFacts`], or a dict of its fields. Without `training`, the facts and
+            the last sample grid of a training run are added if the model was loaded from its folder.
         save_options: options of `save_pretrained`: `variant`, `max_shard_size`, `safe_serialization`.
 
     ```python
@@ -156,18 +163,21 @@ def write_model_card(
 
     `load_options` are the keywords that `from_pretrained` needs to load the pushed files.
     """
-    load_options, facts = load_options or {}, facts or CardFacts()
+    load_options = load_options or {}
+    facts = _add_training_facts(model_or_pipeline, facts or CardFacts())
     previous = _card_on_hub(repo_id, token, load_options.get("revision"))
     _write_card(make_card(model_or_pipeline, repo_id, facts, previous, load_options), facts, folder)
 
 
 def _add_training_facts(model_or_pipeline: ModelMixin | DiffusionPipeline, facts: CardFacts) -> CardFacts:
-    """Add the facts in the `settings.json` next to a model or pipeline, unless there are facts about training."""
+    """Add the facts and samples in the folder that a training run wrote, unless there are facts about training."""
     folder = model_or_pipeline.config.get("_name_or_path")
     if facts.training is not None or folder is None or not os.path.isdir(folder):
         return facts
-    given = {name: value for name, value in vars(facts).items() if value is not None}
-    return CardFacts(**{**training_facts(read_json(folder, "settings.json") or {}), **given})
+    found = training_facts(read_json(folder, "settings.json") or {})
+    if found:
+        found["samples"] = last_samples(folder)
+    return CardFacts(**{**found, **{name: value for name, value in vars(facts).items() if value is not None}})
 
 
 def _card_on_hub(repo_id: str, token: str | None, revision: str | None) -> str | None:

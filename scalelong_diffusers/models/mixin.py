@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import ModelMixin
+from diffusers.loaders import FromOriginalModelMixin
 
 import scalelong_diffusers
 from scalelong_diffusers.download import check_json_files, damaged_file_errors
@@ -125,14 +126,24 @@ class SkipScalingMixin(HubMixin):
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def from_single_file(cls, *args, **kwargs):
+    def from_single_file(
+        cls, *args, skip_scaling: SkipScalingConfig | Mapping[str, Any] | str | None = None, **kwargs
+    ):
+        """
+        Load a model from one file in its original layout. Takes the arguments of the plain class.
+
+        `skip_scaling` replaces the entry of the config, which is plain unless you pass your own.
+        """
         plain = cls._plain_class
-        advice = (
-            "`scalelong convert` turns the .pth of a U-ViT into a folder"
-            if issubclass(plain, SkipScalingMixin)
-            else f"load it with {plain.__name__}.from_single_file and pass the model to apply_skip_scaling"
-        )
-        raise UserError(f"{cls.__name__} cannot be loaded from a single file: {advice}")
+        if not issubclass(plain, FromOriginalModelMixin):
+            raise UserError(
+                f"{cls.__name__} cannot be loaded from a single file; `scalelong convert` turns the .pth of a U-ViT "
+                "into a folder"
+            )
+        model = plain.from_single_file(*args, **kwargs)
+        wanted = model.config.get("skip_scaling", "none") if skip_scaling is None else skip_scaling
+        plan_skip_scaling(model, SkipScalingConfig.parse(wanted)).apply()
+        return model
 
     @classmethod
     def from_preset(cls, name: str, **overrides):

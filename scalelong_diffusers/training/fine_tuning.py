@@ -130,16 +130,16 @@ class FineTuning:
         if self.config.lora_rank is not None:
             self.run.save_adapter(self.pipe, self.source)
         else:
-            is_hub_id = not os.path.isdir(self.source)
+            is_hub_id = not os.path.exists(self.source)
             self.run.save(self.pipe, {"base_model": self.source} if is_hub_id else None)
 
     def _check_lora(self):
         if not is_peft_available():
             raise UserError(f"--lora_rank {self.config.lora_rank} needs a package: pip install peft")
-        if self.config.output.push_to_hub and os.path.isdir(self.source):
+        if self.config.output.push_to_hub and os.path.exists(self.source):
             raise UserError(
                 "--push_to_hub of a LoRA needs the Hub id of its base model, but --pretrained_model_name_or_path "
-                f"{self.source} is a folder: pass a Hub id, or push later with push_adapter"
+                f"{self.source} is local: pass a Hub id, or push later with push_adapter"
             )
 
 

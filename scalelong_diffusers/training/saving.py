@@ -11,12 +11,10 @@ from diffusers import DiffusionPipeline
 
 from scalelong_diffusers.files import PARTIAL
 from scalelong_diffusers.hub import adapters
-from scalelong_diffusers.hub.model_card import training_facts
+from scalelong_diffusers.hub.model_card import last_samples, training_facts
 from scalelong_diffusers.hub.sharing import create_repository, push_adapter, push_to_hub
-from scalelong_diffusers.image_files import read_image
 from scalelong_diffusers.processes import run_on_main_process
 from scalelong_diffusers.training.checkpoints import replace_folder
-from scalelong_diffusers.training.monitoring import SAMPLES_FOLDER
 from scalelong_diffusers.training.script import TrainingStopped
 from scalelong_diffusers.training.unfinished import PARTS_FOLDER
 
@@ -83,12 +81,11 @@ def _save_into(save: Callable[[Path], None], folder: Path):
 def _push(run: "TrainingRun", push: Callable[..., str], push_again: str, card: Mapping[str, Any]):
     """Push to the Hub. If that fails, the result is already saved."""
     loss = run.metrics.last("validation_loss")
-    grids = sorted((run.folder / SAMPLES_FOLDER).glob("*.png"))
     facts = training_facts(run.settings)
     facts["training"]["steps"] = run.global_step  # the script may have left the loop early
     facts |= {
         "metrics": None if loss is None else {"validation loss (fixed noise, held-out images)": f"{loss:.4f}"},
-        "samples": read_image(grids[-1], str(grids[-1])) if grids else None,
+        "samples": last_samples(run.folder),
         **card,
     }
     output = run.config.output

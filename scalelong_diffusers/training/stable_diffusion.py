@@ -28,13 +28,13 @@ NUM_TIME_IDS = 6  # of SDXL
 
 def load_stable_diffusion(source: str | os.PathLike, **options) -> StableDiffusion:
     """
-    Load a Stable Diffusion 1, 2 or XL pipeline from a folder or the Hub, and freeze everything except the U-Net.
+    Load a Stable Diffusion 1, 2 or XL from a folder, the Hub or one file, and freeze everything except the U-Net.
 
     Takes the options of `DiffusionPipeline.from_pretrained`.
     """
     # The class is checked before gigabytes of another model are downloaded.
     _check_class(source, pipeline_index(source, options)["_class_name"])
-    pipe = load_complete_pipeline(DiffusionPipeline.from_pretrained, DiffusionPipeline.download, source, **options)
+    pipe = load_complete_pipeline(DiffusionPipeline, DiffusionPipeline.from_pretrained, source, **options)
     check_stable_diffusion(pipe)
     freeze_all_but_unet(pipe)
     return pipe

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 from web_pages import check_contrast
 
 from scalelong_diffusers.cli import demo, main
 from scalelong_diffusers.cli.demo_page import Frame, Run, build_page
+from scalelong_diffusers.cli.demo_picture import draw_film
 from scalelong_diffusers.data import COLORS
 from scalelong_diffusers.data.shapes import Drawing
 from scalelong_diffusers.errors import UserError
@@ -68,7 +69,9 @@ def demo_folder(tmp_path_factory):
     assert len(bars) == 3
     for bar in bars[1:]:
         assert re.search(r"/images: 100%.* 30/30 images \[[0-9:]+<00:00\]", bar), bar
-    assert again.stdout.endswith(f"open {(folder / 'index.html').as_uri()}\n")
+    page, film = (folder / "index.html").as_uri(), folder / "samples.png"
+    assert again.stdout.endswith(f"samples during training: {film}\nopen {page}\n")
+    assert film.stat().st_size > 0
     return folder
 
 
@@ -78,6 +81,32 @@ def opened(open_page, demo_folder):
     return partial(open_page, demo_folder / "index.html")
 
 
+def test_picture_for_a_readme():
+    """It has a row for each run and a column for each step, on a transparent background."""
+    colors = {"plain": ("red", "yellow"), "residual": ("blue", "lime")}
+    runs = [Run(name, {}, [], [frame_of(k, color) for k, color in enumerate(colors[name])], []) for name in RUNS]
+    picture = Image.open(io.BytesIO(draw_film(runs))).convert("RGBA")
+    assert picture.size == (2 * 384 + 32, 2 * (320 + 2 * 44) + 32)
+    for row, name in enumerate(RUNS):
+        for column, color in enumerate(colors[name]):
+            left, top = column * (384 + 32), row * (320 + 2 * 44 + 32) + 44
+            for x, y in ((left, top), (left + 383, top + 319)):
+                drawn = picture.getpixel((x, y))
+                assert max(abs(a - b) for a, b in zip(drawn, ImageColor.getrgb(color))) < 8, "nearly, in a palette"
+            assert picture.getpixel((left + 380, top - 20))[3] == 0
+
+
+def test_picture_of_a_run_that_diverged():
+    runs = [Run(name, {}, [], [Frame(6, None, 0)], []) for name in RUNS]
+    assert Image.open(io.BytesIO(draw_film(runs))).size == (384, 848)
+
+
+def frame_of(step, color):
+    file = io.BytesIO()
+    Image.new("RGB", (6, 5), color).save(file, "PNG")
+    return Frame(step, file.getvalue(), 30)
+
+
 def test_flags_set_steps_and_folder(monkeypatch, capsys, tmp_path):
     trained = []
     monkeypatch.chdir(tmp_path)
@@ -85,6 +114,7 @@ def test_flags_set_steps_and_folder(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "train", lambda folder, steps: trained.append((folder.relative_to(tmp_path), steps)))
     monkeypatch.setattr(demo, "finish_run", lambda folder, steps: None)
     monkeypatch.setattr(demo, "build_page", lambda *arguments, **options: "")
+    monkeypatch.setattr(demo, "draw_film", lambda runs: b"")
     for flags in ([], ["--quick"], ["--steps", "70"], ["--output_dir", "here"]):
         assert main(["demo", *flags]) == 0
     expected = {"runs/demo": 2400, "runs/demo-150": 150, "runs/demo-70": 70, "here": 2400}

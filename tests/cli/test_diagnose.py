@@ -238,7 +238,7 @@ def test_rejects_bad_input_with_one_line(error_of, config, cases, pictures, tmp_
         ("nobody/nothing",): "nobody/nothing",
         ("me/cifar10-uvit-s2",): "me/cifar10-uvit-s2 is not a local folder, and the Hub cannot be reached",
         ("cifar10-uvit-s2",): "is neither a local folder nor a preset (did you mean 'cifar10-uvit-s-2'?)",
-        (tmp_path / "file",): "file must be a config.json or a folder, got another file; convert a single-file",
+        (tmp_path / "file",): "file is not a pipeline: pass a folder written by save_pretrained, or one .safetensors",
         (tmp_path / "empty",): "is not a model or a pipeline",
         (tmp_path / "damaged",): "damaged",
         (tmp_path / "dit.json",): "DiTTransformer2DModel has no long skip connections that can be scaled",

@@ -369,6 +369,7 @@ BAD = {
     "steps": (["unconditional", "--steps", "0"], ["num_inference_steps must be an integer, at le"]),
     "too many steps": (["unconditional", "--steps", "9999"], ["num_inference_steps must be "]),
     "steps of DPM++": (["unconditional", "--steps", "1000", "--scheduler", "dpm++"], ["must be at most 999 for this"]),
+    "far too many": (["unconditional", "--steps", "9999", "--scheduler", "dpm++"], ["must be at most 999 for this"]),
     "size": (["unconditional", "--width", "13"], ["width", "13", "multiple of 2"]),
     "number of images": (["unconditional", "-n", "0"], ["--num_images must be an integer, at least 1 and"]),
     "batch size": (["unconditional", "--batch_size", "0"], ["--batch_size must be an integer, at least 1"]),

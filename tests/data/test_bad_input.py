@@ -155,13 +155,15 @@ def test_rejects_metadata_of_missing_files(load, image_folder):
     lines = [f'{{"file_name": "{name}.png", "text": "a"}}\n' for name in "abc"]
     (folder / "metadata.jsonl").write_text("".join(lines))
     with pytest.raises(
-        UnreadableImage, match=r"[bc]\.png cannot be read: .*No such file or directory.*; on_bad_image='skip'"
+        UnreadableImage, match=r"[bc]\.png cannot be read: .*No such file or directory.*; --on_bad_image skip"
     ):
         load(train_data_dir=folder)
 
 
 def test_rejects_folders_without_classes(load, image_folder):
-    message = "the folder pictures has no label column; its columns: image; choose one with label_column, or put the "
+    message = (
+        "the folder pictures has no label column; its columns: image; choose one with --label_column, or put the "
+    )
     assert_rejected(load, message, train_data_dir=image_folder(["a.png", "b.png"]), needs_labels=True)
 
 
@@ -181,15 +183,15 @@ COLUMNS = {
     ),
     "no image": (
         {"scan": "png", "n": [0, 1]}, {},
-        "the folder saved has no image column; its columns: scan, n; choose one with image_column",
+        "the folder saved has no image column; its columns: scan, n; choose one with --image_column",
     ),
     "no label": (
         {"image": "png", "kind": [0, 1]}, {"needs_labels": True},
-        "the folder saved has no label column; its columns: image, kind; choose one with label_column",
+        "the folder saved has no label column; its columns: image, kind; choose one with --label_column",
     ),
     "no caption": (
         {"image": "png", "words": ["a", "b"]}, {"needs_captions": True},
-        "the folder saved has no caption column; its columns: image, words; choose one with caption_column, or "
+        "the folder saved has no caption column; its columns: image, words; choose one with --caption_column, or "
         "add them next to the images: in a metadata.jsonl, or 01.txt for 01.jpg",
     ),
     "images that are texts": (
@@ -247,7 +249,7 @@ COLUMNS = {
     "an image is missing": (
         {"image": "png and none"}, {},
         "row 1 of the folder saved cannot be read: not a PNG, JPEG, WebP, GIF, BMP or TIFF image "
-        "(it is empty); on_bad_image='skip'",
+        "(it is empty); --on_bad_image skip",
     ),
 }  # fmt: skip
 
@@ -302,7 +304,7 @@ class TestUnreadableImages:
         assert re.fullmatch(
             rf"{re.escape(str(half_broken))}/\d[02468]\.png cannot be read: "
             r"not a PNG, JPEG, WebP, GIF, BMP or TIFF image \(it starts with b'broken'\); "
-            "on_bad_image='skip' skips such images",
+            "--on_bad_image skip leaves them out",
             str(caught.value),
         )
 
@@ -316,7 +318,7 @@ class TestUnreadableImages:
             for _ in data.train.batches(4, num_steps=6, num_workers=num_workers):
                 pass
         reason = "not a PNG, JPEG, WebP, GIF, BMP or TIFF image (it starts with b'broken')"
-        assert str(caught.value) == f"{broken} cannot be read: {reason}; on_bad_image='skip' skips such images"
+        assert str(caught.value) == f"{broken} cannot be read: {reason}; --on_bad_image skip leaves them out"
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_skips_and_replaces_them(self, load, half_broken, numbers, num_workers):
@@ -352,7 +354,7 @@ class TestUnreadableImages:
     def test_rejects_images_smaller_than_crop_size(self, load, image_folder):
         folder = image_folder(["0.png", "1.png"])
         with pytest.raises(
-            UnreadableImage, match=r"\d.png cannot be used: its 8 x 8 pixels are smaller than crop_size=9; on_bad"
+            UnreadableImage, match=r"\d.png cannot be used: its 8 x 8 pixels are smaller than crop_size=9; --on_bad"
         ):
             load(train_data_dir=folder, crop_size=9)
 

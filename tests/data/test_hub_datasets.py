@@ -115,9 +115,9 @@ def test_loads_and_streams_datasets_from_the_hub_and_the_cache(hub):
         "tester/pets, 20 images 20 5 ['cat', 'dog']",
         str(list(range(20))),
         "cannot load the dataset tester/pets: Config name is missing. Please pick one among the available configs: "
-        "['small', 'large']; choose one with dataset_config_name",
+        "['small', 'large']; choose one with --dataset_config_name",
         "cannot load the dataset tester/pets: BuilderConfig 'tiny' not found. Available: ['small', 'large']; choose "
-        "one with dataset_config_name",
+        "one with --dataset_config_name",
         "cannot load the dataset tester/pets: Revision 'v2' doesn't exist for dataset 'tester/pets' on the Hub"
         + PRIVATE,
         "cannot load the dataset tester/birds: Dataset 'tester/birds' doesn't exist on the Hub or cannot be accessed"

@@ -268,7 +268,7 @@ def test_images_without_captions_can_be_skipped(load, image_folder):
         (folder / f"{k}.txt").write_text(f"number {k}")
     (folder / "2.txt").write_text("  \n")
     with pytest.raises(
-        UserError, match=r"0.png has no caption: 'text' is \[\]; on_bad_image='skip' skips images with"
+        UserError, match=r"0.png has no caption: 'text' is \[\]; --on_bad_image skip leaves out images with"
     ):
         load(train_data_dir=folder, needs_captions=True)
     data = load(train_data_dir=folder, needs_captions=True, on_bad_image="skip")

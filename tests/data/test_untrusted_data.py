@@ -81,16 +81,16 @@ class TestFormats:
         folder = image_folder(["0.png", "1.png"])
         for file in folder.iterdir():
             file.write_bytes(EPS)
-        with pytest.raises(UnreadableImage, match=rf"[01]\.png cannot be read: {NOT_ACCEPTED}; on_bad_image"):
+        with pytest.raises(UnreadableImage, match=rf"[01]\.png cannot be read: {NOT_ACCEPTED}; --on_bad_image"):
             load(train_data_dir=folder)
         with pytest.raises(UnreadableImage, match=rf"[01]\.png cannot be read: {NOT_ACCEPTED}$"):
             ImageFiles.of_folder(folder, None)
         table = rows([{"bytes": EPS, "path": "0.png"}] * 4)
         for streaming in (False, True):
-            with pytest.raises(UnreadableImage, match=rf"row \d of .* cannot be read: {NOT_ACCEPTED}; on_bad_image"):
+            with pytest.raises(UnreadableImage, match=rf"row \d of .* cannot be read: {NOT_ACCEPTED}; --on_bad_image"):
                 load(train_data_dir=table, streaming=streaming)
         tar_folder = write_tar(tmp_path / "tar", {"0.png": EPS, "1.png": EPS})
-        with pytest.raises(UnreadableImage, match=rf"a\.tar cannot be read: {NOT_ACCEPTED}; on_bad_image"):
+        with pytest.raises(UnreadableImage, match=rf"a\.tar cannot be read: {NOT_ACCEPTED}; --on_bad_image"):
             load(train_data_dir=tar_folder, streaming=True)
         assert not ghostscript.exists()
 
@@ -146,7 +146,7 @@ class TestPaths:
     def test_rows_must_name_regular_files(self, load, rows, kind):
         folder = rows([{"bytes": None, "path": "0.png"}] * 4)
         (os.mkfifo if kind == "fifo" else os.mkdir)(folder / "0.png")
-        with pytest.raises(UnreadableImage, match=r"0\.png cannot be read: it is not a regular file; on_bad_image"):
+        with pytest.raises(UnreadableImage, match=r"0\.png cannot be read: it is not a regular file; --on_bad_image"):
             load(train_data_dir=folder)
 
     def test_names_that_the_system_rejects(self, load, rows):
@@ -211,7 +211,7 @@ class TestSizes:
         (tmp_path / "narrow").mkdir()
         for k in range(2):
             (tmp_path / "narrow" / f"{k}.png").write_bytes(huge_png(1, 2_000_000))
-        message = r"\d\.png cannot be used: its 1 x 2000000 pixels would be scaled to 64 x 128000000; on_bad_image"
+        message = r"\d\.png cannot be used: its 1 x 2000000 pixels would be scaled to 64 x 128000000; --on_bad_image"
         with pytest.raises(UnreadableImage, match=message):
             load(train_data_dir=tmp_path / "narrow", resolution=64)
 

@@ -288,12 +288,6 @@ class TestRejected:
         with pytest.raises(UserError, match="lacks 8 weights of this ScaleLongUNet2DModel"):
             ScaleLongUNet2DModel.from_pretrained(tmp_path / "plain")
 
-    def test_single_file(self, sd, tmp_path):
-        with pytest.raises(
-            UserError, match=r"load it with UNet2DConditionModel\.from_single_file .* apply_skip_scaling"
-        ):
-            scaled_class_of(sd).from_single_file(tmp_path / "model.safetensors", skip_scaling="cs")
-
     def test_misspelled_keyword(self, ddpm, tmp_path):
         ddpm.build().save_pretrained(tmp_path)
         message = r"has no argument 'skip_scalling' \(did you mean 'skip_scaling'\?\)"

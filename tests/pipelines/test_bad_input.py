@@ -237,11 +237,6 @@ class TestFolders:
         message = r"the training run is unfinished \(last checkpoint: checkpoint-78\); .* --resume_from_checkpoint lat"
         self.check(tmp_path / "run", message)
 
-    def test_says_how_to_convert_a_single_file(self, tmp_path):
-        (tmp_path / "model.safetensors").touch()
-        message = r"convert a single file with StableDiffusionPipeline.from_single_file and save_pretrained"
-        self.check(tmp_path / "model.safetensors", message)
-
     def test_rejects_a_damaged_index(self, folder):
         (folder / "model_index.json").write_text("{")
         self.check(folder, r"model_index.json is not valid JSON")

@@ -412,7 +412,7 @@ class TestRejects:
             ({"skip_scaling": "cs", "skip_scaling_warmup_steps": 16}, "does not end within the run's 16 steps"),
             ({"skip_scaling": "cs"}, "--skip_scaling_warmup_steps 500 does not end within the run's 16 steps"),
             ({"resolution": 15}, "--resolution must be a multiple of 2 (the nearest: 14 or 16), got 15"),
-            ({"lora_rank": 2, "push_to_hub": True}, "is a folder: pass a Hub id, or push later with push_adapter"),
+            ({"lora_rank": 2, "push_to_hub": True}, "is local: pass a Hub id, or push later with push_adapter"),
             (
                 {"validation_prompts": ["red " * 9]},
                 "has 11 tokens, but its encoder and model read only 10",

@@ -401,7 +401,7 @@ def make_images(tmp_path):
 def test_keeps_shards_after_an_unreadable_image(precompute, make_images, tmp_path):
     images = make_images(60, unreadable=12)  # not among the images that are read before encoding
     folder = tmp_path / "latents"
-    with pytest.raises(UserError, match=r"012\.png cannot be read: .*; on_bad_image='skip' skips such images$"):
+    with pytest.raises(UserError, match=r"012\.png cannot be read: .*; --on_bad_image skip leaves them out$"):
         precompute(folder, **images)
     before = {file: file.stat().st_mtime_ns for file in folder.glob("train-*")}
     assert len(before) == 1
@@ -436,7 +436,7 @@ def test_resumes_two_killed_processes(launch_script, precompute_flags, precomput
     assert code != 0
     [line] = {line for line in errors.splitlines() if "150.png cannot be read" in line}
     assert line.startswith("precompute_latents: ")
-    assert line.endswith("on_bad_image='skip' skips such images")
+    assert line.endswith("--on_bad_image skip leaves them out")
     assert "Connection closed" not in errors
     numbers = {int(file.name[6:11]) for file in folder.glob("train-*")}
     assert numbers == {*range(150), 151}

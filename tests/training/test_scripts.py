@@ -235,7 +235,9 @@ def test_stock_pipeline_takes_the_model(unconditional, tmp_path):
 PUSH = """
 import os
 import sys
+from pathlib import Path
 from huggingface_hub import hf_hub_download
+from PIL import Image
 from scalelong_diffusers import load_pipeline
 from scalelong_diffusers.train import train_unconditional
 from scalelong_diffusers.training import run_script
@@ -259,11 +261,13 @@ def print_card(repository):
 
 train("tester/shapes")
 print_card("tester/shapes")
-print(hf_hub_download("tester/shapes", "samples.png"))
 train("tester/no-space")
 os.rename("tester-shapes", "run")
 load_pipeline("run").push_to_hub("tester/again", card={"preset": "of mine"})
 print_card("tester/again")
+grid = Image.open(max(Path("run/samples").iterdir())).convert("RGB").tobytes()
+for name in ("shapes", "again"):
+    print(name, Image.open(hf_hub_download(f"tester/{name}", "samples.png")).convert("RGB").tobytes() == grid)
 train("tester/shapes", reader_token)
 train("other/new", reader_token)
 train("tester/new", "")
@@ -280,6 +284,8 @@ def test_run_is_pushed_and_a_push_that_fails_stops_it_early_or_keeps_the_model(h
     for card in (first, second):
         assert "| data | the built-in shapes, 30 images: 27 for training, 3 for validation |" in card
         assert "| steps | 2 |" in card
+        assert "![samples](samples.png)" in card
+    assert "shapes True\nagain True\n" in done.stdout, "the last grid of the run"
     assert "validation loss (fixed noise, held-out images)" in first
     assert "| preset | of mine |" in second
     refused = "the Hub refused the request for"
