@@ -1,5 +1,6 @@
 """
-Measure the cost of scaling: scaled and fused models against the stock class, interleaved in one run.
+Measure the cost of scaling: scaled and fused models against the stock class, interleaved in one run. The same for
+self-conditioning. A U-ViT is compared with itself without scaling.
 
     python benchmarks/overhead.py [--models NAME ...] [--rounds 30] [--json]
 
@@ -18,8 +19,9 @@ from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransforme
 from measure import paired_ratio, paired_times, peak_allocated, round_count, verdict
 from torch import nn
 
-from scalelong_diffusers import apply_skip_scaling, fuse_skip_scaling
+from scalelong_diffusers import UViTModel, apply_skip_scaling, fuse_skip_scaling
 from scalelong_diffusers.experiments.results import machine
+from scalelong_diffusers.models.mixin import scaled_class
 from scalelong_diffusers.presets import get_preset
 
 
@@ -29,8 +31,8 @@ METHODS = {
     "ls": {"method": "ls", "shared": True, "init": "paper"},
     "ls per skip": {"method": "ls", "shared": False, "init": "identity"},
 }
-FUSED = "cs, fused"
-TIME_LIMITS = {"cs": 1.01, "ls": 1.02, "ls per skip": 1.02, FUSED: 1.0}
+FUSED, CONDITIONED = "cs, fused", "self-conditioning"
+TIME_LIMITS = {"cs": 1.01, "ls": 1.02, "ls per skip": 1.02, FUSED: 1.0, CONDITIONED: 1.02}
 MEMORY_LIMITS = {"training": 1.02, "inference": 1.10}
 
 
@@ -62,10 +64,19 @@ def unidiffuser() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"hidden_states": torch.randn(2, 4, 32, 32)}
 
 
+def uvit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Build U-ViT S/2: 44 million parameters, 6 skips."""
+    return UViTModel.from_preset("cifar10-uvit-s-2"), {
+        "sample": torch.randn(8, 3, 32, 32),
+        "timestep": torch.randint(0, 1000, (8,)),
+    }
+
+
 MODELS = {
     "ddpm-cifar10, batch 16": ddpm_cifar10,
     "half-width sd1.5, batch 2": half_width_sd15,
     "unidiffuser, batch 2": unidiffuser,
+    "u-vit s/2, batch 8": uvit,
 }
 
 
@@ -73,7 +84,16 @@ def variants(stock: nn.Module) -> dict[str, nn.Module]:
     models = {name: apply_skip_scaling(copy.deepcopy(stock), config) for name, config in METHODS.items()}
     if isinstance(stock, UTransformer2DModel):
         models[FUSED] = fuse_skip_scaling(copy.deepcopy(models["cs"]))
+    else:
+        models[CONDITIONED] = self_conditioned(stock)
     return {"stock": stock} | models
+
+
+def self_conditioned(stock: nn.Module) -> nn.Module:
+    """Return a model with the weights of `stock` and self-conditioning."""
+    model = scaled_class(type(stock)).from_config(dict(stock.config), self_conditioning=True)
+    model.load_state_dict({**model.state_dict(), **stock.state_dict()})
+    return model
 
 
 def inference(model: nn.Module, inputs: dict[str, torch.Tensor]):
@@ -151,13 +171,13 @@ def main():
         print(json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}))
         return
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    print(f"{'model':<26} {'step':<10} {'method':<11} {'time / stock [95 %]':<26} {'step memory':<18} with weights")
+    print(f"{'model':<26} {'step':<10} {'method':<17} {'time / stock [95 %]':<26} {'step memory':<18} with weights")
     for name, rows in results.items():
         for row in rows:
             time = "{ratio:.4f} [{low:.4f}, {high:.4f}]".format(**row["time"])
             memory = f"{row['peak_ratio']:.4f} {row['memory_verdict']}"
             print(
-                f"{name:<26} {row['step']:<10} {row['method']:<11} {time} {row['time_verdict']:<13}"
+                f"{name:<26} {row['step']:<10} {row['method']:<17} {time} {row['time_verdict']:<13}"
                 f"{memory:<18} {row['total_ratio']:.4f}"
             )
 
