@@ -70,7 +70,8 @@ def free_port() -> int:
 def train(rank: int, count: int, engine: str, precision: str, port: int, folder: Path):
     """Train for a few steps, and write the bytes of the last one."""
     torch.set_num_threads(1)
-    os.environ |= {"ACCELERATE_USE_CPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     if engine == "fsdp2":
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

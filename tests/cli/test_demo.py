@@ -362,7 +362,7 @@ def test_page_starts_with_a_verdict_and_ends_with_next_steps(opened):
         r"Mean gradient norm in the second half: [\d.]+ and [\d.]+\. Final validation loss: [\d.]+ and [\d.]+\.$",
         results,
     )
-    assert pilot.startswith("Pilot runs fixed the settings beforehand.")
+    assert pilot.startswith("Pilot runs fixed the settings beforehand; ")
     assert "docs/which_method.md" in pilot
     assert "docs/train_on_your_images.md" in page.locator("section", has_text="Next").last.inner_text()
 
