@@ -49,9 +49,9 @@ RUNS = {
     },
 }
 STEPS, QUICK_STEPS = 2400, 150
-# The ratio of steps by seed, from pilot runs with these settings. Others tried the rates 4e-3 and 8e-3 for the plain
+# The ratio of steps by seed, from pilot runs with these settings. Others tried the rates 2e-3 and 8e-3 for the plain
 # run, and 4e-3 and 1.6e-2 for the other one.
-PILOT = {0: STEPS / 720, 1: STEPS / 1020, 2: STEPS / 660}
+PILOT = {0: STEPS / 960, 1: STEPS / 1320, 2: STEPS / 1140}
 MODEL = {
     "sample_size": 16,
     "patch_size": 2,
