@@ -105,11 +105,12 @@ def inference(model: nn.Module, inputs: dict[str, torch.Tensor]):
 
 
 def training(model: nn.Module, inputs: dict[str, torch.Tensor]):
-    noise = torch.randn_like(next(iter(inputs.values())))
+    with torch.no_grad():
+        target = torch.randn_like(model(**inputs).sample)  # UniDiffuser's output has another shape than its input
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step():
-        loss = nn.functional.mse_loss(model(**inputs).sample, noise)
+        loss = nn.functional.mse_loss(model(**inputs).sample, target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
