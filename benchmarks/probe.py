@@ -43,7 +43,7 @@ from scalelong_diffusers.experiments.trainings import exit_on_signals
 
 
 TIMESTEPS = (11, 51, 101, 201)
-FLAGS = {"num_images": 5_000, "num_test_images": 2_500}
+FLAGS = {"num_images": 5_000, "num_test_images": 2_500, "grid": 1}
 PLAIN = "plain"
 HERE = Path(__file__).parent
 

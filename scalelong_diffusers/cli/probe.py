@@ -33,7 +33,7 @@ class ProbeConfig(MeasuringConfig):
         metavar="T",
     )
     grid: int = option(
-        4,
+        2,
         "average the features over N x N cells of the image (1: over all positions)",
         at_least=1,
         at_most=MAX_PIXELS,
