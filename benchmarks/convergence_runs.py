@@ -22,6 +22,7 @@ _SUM, _REZERO = {"skip_init": "sum"}, {"block_scale": "rezero"}
 _RESIDUAL = {**_SUM, **_REZERO, "skip_lr_scale": 0.1}
 _RESIDUAL_UNET = {"skip_init": "zero", "zero_init_residual": True}
 _SELF_CONDITIONING = {"self_conditioning": True}
+CONDITIONED = "residual + self-conditioning"
 
 _EPS_1E_8 = {"adam_epsilon": 1e-8}
 
@@ -38,12 +39,11 @@ METHODS = {
     "residual": {**_PLAIN, **_RESIDUAL},
     "residual, eps 1e-8": {**_PLAIN, **_RESIDUAL, **_EPS_1E_8},
     "residual + cs": {**_PLAIN, **_RESIDUAL, **_CS},
-    "residual + self-conditioning": {**_PLAIN, **_RESIDUAL, **_SELF_CONDITIONING},
+    CONDITIONED: {**_PLAIN, **_RESIDUAL, **_SELF_CONDITIONING},
     "ls (paper)": {**_PLAIN, **_PAPERS_LS},
 }
 PLAIN, BASE, PAPER, QUICK, UNET = "plain", "20 layers", "paper", "quick", "U-Net"
 EVERYWHERE = (PLAIN, "residual")
-CONDITIONED = "residual + self-conditioning"
 _BOTH_EPS = ("plain", "plain, eps 1e-10", "residual", "residual, eps 1e-8")
 # The methods that run on each workload.
 METHODS_ON = {

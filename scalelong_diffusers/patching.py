@@ -130,8 +130,6 @@ def fuse_skip_scaling(model_or_pipeline: ModelOrPipeline) -> ModelOrPipeline:
     """
     models = [model for model in scalable_models(model_or_pipeline) if isinstance(model, SkipScalingMixin)]
     _check_any_scaled(models, model_or_pipeline)
-    for model in models:
-        check_plain_class_suffices(model)
     for fuse in [plan_fusing(model) for model in models]:
         fuse()
     return remove_skip_scaling(model_or_pipeline)

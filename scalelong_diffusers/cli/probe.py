@@ -92,7 +92,10 @@ def measure(config: ProbeConfig, given: Mapping[str, Any]) -> tuple[ProbeResult,
     count = min(config.num_images, train.num_samples) + test.num_samples
     skips = skip_layout(subject.model).find(subject.model)
     width = sum(skip.width + skip.hidden_width for skip in skips)
-    check_memory(f"the features of {count:,} images", 4 * count * width * config.grid**2 * len(config.timesteps))
+    check_memory(
+        f"the features of {count:,} images with --grid {config.grid}",
+        4 * count * width * config.grid**2 * len(config.timesteps),
+    )
     device = choose_device(config.device)
     subject.to(device)
     with tqdm(total=count * len(config.timesteps), desc="features", bar_format=BAR) as bar:

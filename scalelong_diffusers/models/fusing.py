@@ -7,12 +7,18 @@ from diffusers import ModelMixin
 
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.internals import adapter_names
-from scalelong_diffusers.models.mixin import SkipScalingMixin, SkipScalingPlan, skip_layout
+from scalelong_diffusers.models.mixin import (
+    SkipScalingMixin,
+    SkipScalingPlan,
+    check_plain_class_suffices,
+    skip_layout,
+)
 from scalelong_diffusers.scaling import SkipScaler
 
 
 def plan_fusing(model: SkipScalingMixin) -> Callable[[], None]:
     """Return a function that multiplies the weights by the factors of the model. Only this call can fail."""
+    check_plain_class_suffices(model)
     count = len(skip_layout(model).find(model))
     return _plan_products(model, [_factors(model.skip_scaler, i) for i in range(1, count + 1)])
 

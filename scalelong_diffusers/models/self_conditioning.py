@@ -5,7 +5,6 @@ An experiment after the idea of DDAE++ (arXiv 2505.10999); the definition is our
 block are averaged over all positions, normalized, and projected by a linear layer that starts at zero.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,28 +31,22 @@ class SelfConditioning(nn.Module):
         return self.proj(self.norm(features.mean(1)))
 
 
-@dataclass(frozen=True)
-class ConditionedTimeEmbedding:
+def condition_time_embedding(model: ModelMixin, argument: str | int):
     """
-    Self-conditioning for a U-Net: the projection is added to the time embedding that the up-blocks receive.
+    Make a new U-Net add the projection to the time embedding that its up-blocks receive.
 
     Args:
         argument: name or position of the time embedding among the arguments of an up-block.
     """
-
-    argument: str | int
-
-    def add_to(self, model: ModelMixin):
-        """Add the projection and its hooks to a new model."""
-        if model.mid_block is None:
-            raise UserError(f"self_conditioning needs a middle block, and this {type(model).__name__} has none")
-        width = model.time_embedding.linear_2.out_features
-        model.self_conditioner = SelfConditioning(model.config.block_out_channels[-1], width)
-        hooks = _Hooks(model.self_conditioner, self.argument)
-        model.mid_block.register_forward_hook(hooks.after_middle)
-        for block in model.up_blocks:
-            block.register_forward_pre_hook(hooks.before_up_block, with_kwargs=True)
-        model.up_blocks[-1].register_forward_hook(hooks.after_last)
+    if model.mid_block is None:
+        raise UserError(f"self_conditioning needs a middle block, and this {type(model).__name__} has none")
+    width = model.time_embedding.linear_2.out_features
+    model.self_conditioner = SelfConditioning(model.config.block_out_channels[-1], width)
+    hooks = _Hooks(model.self_conditioner, argument)
+    model.mid_block.register_forward_hook(hooks.after_middle)
+    for block in model.up_blocks:
+        block.register_forward_pre_hook(hooks.before_up_block, with_kwargs=True)
+    model.up_blocks[-1].register_forward_hook(hooks.after_last)
 
 
 class _Hooks:

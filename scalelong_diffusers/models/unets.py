@@ -31,7 +31,7 @@ from scalelong_diffusers.models.mixin import (
     scaled_class,
     unscale,
 )
-from scalelong_diffusers.models.self_conditioning import ConditionedTimeEmbedding
+from scalelong_diffusers.models.self_conditioning import condition_time_embedding
 from scalelong_diffusers.models.skips import BlockSkips, SkipLayout, UpBlockSkips
 from scalelong_diffusers.scaling import SkipScalingConfig
 
@@ -55,14 +55,14 @@ class ScaleLongUNet2DModel(SkipScalingMixin, UNet2DModel):
 
     _no_split_modules = ["ResnetBlock2D", "Attention", "AttnUpBlock2D", "UpBlock2D"]
     skip_layout = UpBlockSkips(argument=1)
-    added_parts = {"self_conditioning": ConditionedTimeEmbedding(argument=2).add_to}
+    added_parts = {"self_conditioning": functools.partial(condition_time_embedding, argument=2)}
 
 
 class ScaleLongUNet2DConditionModel(SkipScalingMixin, UNet2DConditionModel):
     """[`~diffusers.UNet2DConditionModel`] with `skip_scaling`: the U-Net of Stable Diffusion, 1.x to XL."""
 
     skip_layout = _BY_KEYWORD
-    added_parts = {"self_conditioning": ConditionedTimeEmbedding(argument="temb").add_to}
+    added_parts = {"self_conditioning": functools.partial(condition_time_embedding, argument="temb")}
 
 
 class ScaleLongUNet3DConditionModel(SkipScalingMixin, UNet3DConditionModel):

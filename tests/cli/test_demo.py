@@ -82,7 +82,7 @@ def opened(open_page, demo_folder):
 
 
 def test_picture_for_a_readme():
-    """It has a row for each run and a column for each step, on a transparent background."""
+    """Draw a row for each run and a column for each step, on a transparent background."""
     colors = {"plain": ("red", "yellow"), "residual": ("blue", "lime")}
     runs = [Run(name, {}, [], [frame_of(k, color) for k, color in enumerate(colors[name])], []) for name in RUNS]
     picture = Image.open(io.BytesIO(draw_film(runs))).convert("RGBA")
