@@ -285,9 +285,12 @@ def _init_with_skip_scaling(plain: type, parts: Mapping[str, Callable[[ModelMixi
     @functools.wraps(plain.__init__)
     def __init__(self, *args, skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none", **kwargs):
         config = SkipScalingConfig.parse(skip_scaling)
-        wanted = [name for name in parts if kwargs.pop(name, False)]
+        switches = {name: kwargs.pop(name, False) for name in parts}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise UserError(f"{name} must be True or False, got {value!r}")
         plain.__init__(self, *args, **kwargs)
-        for name in wanted:
+        for name in filter(switches.get, switches):
             parts[name](self)
             write_config_entry(self, name, True)
         self._init_skip_scaling(config)

@@ -177,6 +177,11 @@ def test_a_motion_model_is_not_made_without_it():
         ScaleLongUNetMotionModel.from_unet2d(build(MODELS["text unet"]))
 
 
+def test_it_is_true_or_false(case):
+    with pytest.raises(UserError, match="self_conditioning must be True or False, got 'false'"):
+        build(case, self_conditioning="false")
+
+
 def test_a_unet_without_a_middle_block_is_refused():
     with pytest.raises(UserError, match="self_conditioning needs a middle block, and this ScaleLongUNet2DModel has"):
         build(MODELS["unet"], mid_block_type=None)
