@@ -1,21 +1,31 @@
-"""The small U-ViTs that probe.py and skip_cache.py measure. They are trained once, and their pipelines are kept."""
+"""The small models that probe.py and skip_cache.py measure. They are trained once, and their pipelines are kept."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 from convergence import ConvergenceScheduler
-from convergence_runs import BASE, Run
+from convergence_runs import BASE, CONDITIONED, UNET, Run
 
 from scalelong_diffusers.experiments.results import ResultFile
 from scalelong_diffusers.experiments.trainings import read_log
 
 
+SHAPES = "class-conditional shapes"
 # The best learning rate of each method: in convergence.py and, for CS and LS, in its older runs with the plain start.
-RATES = {"plain, eps 1e-10": 2e-3, "residual": 4e-3, "cs": 2e-3, "ls": 2e-3}
+RATES = {
+    BASE: {"plain, eps 1e-10": 2e-3, "residual": 4e-3, CONDITIONED: 4e-3, "cs": 2e-3, "ls": 2e-3},
+    UNET: {"plain": 4e-3, "residual": 4e-3},
+    SHAPES: {"plain, eps 1e-10": 2e-3, "residual": 1.6e-2},
+}
 LABELS = {"plain, eps 1e-10": "plain"}
 SEEDS = (1, 2, 3)
-RUNS = [Run(BASE, method, rate, seed=seed) for seed in SEEDS for method, rate in RATES.items()]
+RUNS = [
+    Run(workload, method, rate, seed=seed)
+    for seed in SEEDS
+    for workload, methods in RATES.items()
+    for method, rate in methods.items()
+]
 
 
 def label(run: Run) -> str:

@@ -6,13 +6,16 @@ Do scaled long skips, or another start of the skip layers, change what the block
 
 The protocol, fixed before the first run:
 
-- Models: the U-ViT of convergence.py with 20 layers, trained on Fashion-MNIST for 1,500 steps as there: plain, with
-  the residual start, with CS (kappa 0.9) and with LS (gates that start at 1). Each has its tuned learning rate (RATES
-  in denoisers.py) and the seeds 1 to 3. EMA weights are measured.
-- `scalelong probe` with 5,000 training and 2,500 test images at the timesteps 11, 51, 101 and 201. The labels were
-  not used in the training of the models.
-- Reported are, for each method and part of the model, the accuracies of the best timestep of each model as the median
-  and range over the seeds. "Deep" blocks are the third of the blocks around the middle. Methods are compared seed by
+- Models, trained as in convergence.py at the best learning rates there (RATES in denoisers.py), with the seeds 1 to 3:
+  the U-ViT with 20 layers on Fashion-MNIST, plain, with the residual start, with the residual start and
+  self-conditioning, with CS (kappa 0.9) and with LS (gates that start at 1); the small U-Net on Fashion-MNIST and the
+  U-ViT of shapes with classes, plain and with the residual start. EMA weights are measured.
+- `scalelong probe` with 5,000 training and 2,500 test images at the timesteps 11 and 101, and features averaged over
+  4 x 4 cells. The models of Fashion-MNIST never saw its labels; the U-ViT of shapes did, but is probed with the null
+  class. At first, the features were averaged over all positions, at four timesteps. One run with the plain U-ViT
+  showed that pixels, which keep their positions, are then far better, so that run was dropped.
+- Reported are, for each model and part of it, the accuracies of the best timestep as the median and range over the
+  seeds. "Deep" blocks are the third of the blocks around the middle. Methods are compared seed by
   seed with the plain model.
 
 To resume after an interruption, run the same command again. Finished runs are lines of benchmarks/probe.jsonl. The
@@ -30,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from convergence import DEBIAN_FOLDER, FIGURES
-from convergence_runs import Run
-from denoisers import RUNS, DenoiserScheduler, label
+from convergence_runs import BASE, UNET, Run
+from denoisers import RUNS, SHAPES, DenoiserScheduler, label
 
 from scalelong_diffusers.charts import Panel, figure
 from scalelong_diffusers.diagnosis.probe import PIXELS
@@ -42,10 +45,13 @@ from scalelong_diffusers.experiments.tables import markdown_table, over_seeds
 from scalelong_diffusers.experiments.trainings import exit_on_signals
 
 
-TIMESTEPS = (11, 51, 101, 201)
-FLAGS = {"num_images": 5_000, "num_test_images": 2_500, "grid": 1}
+TIMESTEPS = (11, 101)
+FLAGS = {"num_images": 5_000, "num_test_images": 2_500, "grid": 4}
 PLAIN = "plain"
+LABELS = {BASE: "U-ViT", UNET: "U-Net", SHAPES: "U-ViT, shapes"}
 HERE = Path(__file__).parent
+
+Methods = dict[str, dict[int, dict[str, Any]]]  # method, seed, result
 
 
 def main():
@@ -74,15 +80,15 @@ def measure(arguments: argparse.Namespace, results: ResultFile[Run]):
     scheduler = DenoiserScheduler(folder, data)
     with results.locked():
         for run in islice((run for run in RUNS if run not in results), arguments.limit):
-            measured = probe(scheduler.trained(run), data)
+            measured = probe(scheduler.trained(run))
             results.add(run, {"loss": scheduler.final_loss(run), **measured})
             print(f"{run.name}: {results.lines[run]['summary']}", flush=True)
 
 
-def probe(pipeline: Path, data: dict[str, str]) -> dict[str, Any]:
-    """Return the accuracies of a trained model."""
-    words = [f"--{name}={value}" for name, value in {**FLAGS, **data}.items()]
-    command = [sys.executable, "-m", "scalelong_diffusers.cli", "probe", str(pipeline), "--json", *words]
+def probe(folder: Path) -> dict[str, Any]:
+    """Return the accuracies of a trained model on the data of its run."""
+    words = [f"--{name}={value}" for name, value in FLAGS.items()]
+    command = [sys.executable, "-m", "scalelong_diffusers.cli", "probe", str(folder), "--json", *words]
     printed = subprocess.run(
         [*command, "--timesteps", *map(str, TIMESTEPS)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
@@ -115,41 +121,41 @@ def best_of_part(line: dict[str, Any], part: str) -> float:
 
 
 def report(results: ResultFile[Run]):
-    by_method: dict[str, dict[int, dict[str, Any]]] = {}
+    by_model: dict[str, Methods] = {}
     for run, line in results.lines.items():
-        by_method.setdefault(label(run), {})[run.seed] = line
-    if not by_method:
+        by_model.setdefault(LABELS[run.workload], {}).setdefault(label(run), {})[run.seed] = line
+    if not by_model:
         print("no finished runs")
         return
     names = list(parts(next(iter(results.lines.values()))["accuracies"]))
-    heads = ("method", "seeds", "loss", *names, "deep third - plain")
-    rows = []
-    for method, lines in by_method.items():
-        cells = [over_seeds([best_of_part(line, part) for line in lines.values()], ".1f") for part in names]
-        loss = over_seeds([line["loss"] for line in lines.values()], ".4f")
-        plain = by_method.get(PLAIN, {})
-        gains = [
-            best_of_part(lines[s], "deep third") - best_of_part(plain[s], "deep third") for s in lines if s in plain
-        ]
-        rows.append((method, str(len(lines)), loss, *cells, "" if method == PLAIN else over_seeds(gains, "+.1f")))
+    heads = ("model", "method", "seeds", "loss", *names, "deep third - plain")
+    rows = [row(model, method, methods, names) for model, methods in by_model.items() for method in methods]
     print(markdown_table(heads, rows), flush=True)
-    draw(by_method)
+    draw(by_model)
 
 
-def draw(by_method: dict[str, dict[int, dict[str, Any]]]):
-    """Draw the accuracy of each block at each timestep, the median over the seeds."""
+def row(model: str, method: str, methods: Methods, names: list[str]) -> tuple[str, ...]:
+    lines, plain = methods[method], methods.get(PLAIN, {})
+    cells = [over_seeds([best_of_part(line, part) for line in lines.values()], ".1f") for part in names]
+    loss = over_seeds([line["loss"] for line in lines.values()], ".4f")
+    deep = "deep third"
+    gains = [best_of_part(lines[seed], deep) - best_of_part(plain[seed], deep) for seed in lines if seed in plain]
+    return (model, method, str(len(lines)), loss, *cells, "" if method == PLAIN else over_seeds(gains, "+.1f"))
+
+
+def draw(by_model: dict[str, Methods]):
+    """Draw the accuracy of each block at the first timestep, the median over the seeds."""
     panels = []
-    for k, timestep in enumerate(TIMESTEPS):
+    for model, methods in by_model.items():
         curves = {PIXELS: []}
-        for method, lines in by_method.items():
-            several = [list(line["accuracies"].values()) for line in lines.values()]
-            medians = [100 * statistics.median(values[k] for values in block) for block in zip(*several)]
-            pixels, *blocks = medians
-            curves[method] = list(enumerate(blocks, 1))
-            curves[PIXELS] = [(1, pixels), (len(blocks), pixels)]
-        panels.append(Panel(f"accuracy in %, t = {timestep}", curves, axis="block", first=1, linear=True))
+        for method, lines in methods.items():
+            blocks = zip(*(line["accuracies"].values() for line in lines.values()))
+            pixels, *medians = [100 * statistics.median(values[0] for values in block) for block in blocks]
+            curves[method] = list(enumerate(medians, 1))
+            curves[PIXELS] = [(1, pixels), (len(medians), pixels)]
+        panels.append(Panel(f"{model}: accuracy in %", curves, axis="block", first=1, linear=True))
     for theme in ("light", "dark"):
-        title = "Accuracy of linear probes of each block of U-ViTs"
+        title = f"Accuracy of linear probes of each block, t = {TIMESTEPS[0]}"
         (FIGURES / f"probe-{theme}.svg").write_text(figure(panels, title, dark=theme == "dark"))
 
 

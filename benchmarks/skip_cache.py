@@ -12,8 +12,8 @@ The protocol, fixed before the first run:
 - Quality: 500 images of each model with 25 steps of DDIM, from the same noise with each setting. FID and KID to the
   10,000 test images, with the features of a small classifier of Fashion-MNIST (3 epochs), and the root mean square
   distance of the pixels (0 to 255) to the images without a cache.
-- Models: the models of probe.py with seed 1. If the deep part counts less with scaled skips, the distance is smaller
-  there.
+- Models: the U-ViTs of probe.py that learn Fashion-MNIST, with seed 1. If the deep part counts less with scaled skips,
+  the distance is smaller there.
 
 To resume after an interruption, run the same command again. Finished runs are lines of benchmarks/skip_cache.jsonl.
 The trained models are in runs/denoisers; missing ones are trained first.
@@ -135,7 +135,8 @@ def measure_quality(arguments: argparse.Namespace, results: ResultFile[Setting])
     extractor = load_features(str(folder / "feature-network"))
     images = open_reference(next(iter(data.values())), SIZE, channels=1, split="validation")
     reference, _ = reference_statistics(images, extractor, folder)
-    for run in islice((run for run in RUNS if run.seed == SEED), arguments.limit):
+    runs = (run for run in RUNS if run.workload == BASE and run.seed == SEED)
+    for run in islice(runs, arguments.limit):
         waiting = [Setting(label(run), *setting) for setting in [(1, 1), *SETTINGS]]
         waiting = [setting for setting in waiting if setting not in results]
         if waiting:

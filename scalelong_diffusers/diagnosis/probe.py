@@ -86,6 +86,7 @@ class ProbeResult:
         model: class and size of the model.
         num_images, num_test_images: number of images for training and for testing the probes.
         chance: accuracy of always guessing the most frequent class.
+        grid: features are averaged over grid x grid cells of the image.
         timesteps: the timesteps of the noise, in thousandths of the training schedule.
         blocks: the blocks in the order of the forward pass. The first one is the noisy input itself, the baseline.
     """
@@ -95,6 +96,7 @@ class ProbeResult:
     num_test_images: int
     num_classes: int
     chance: float
+    grid: int
     timesteps: list[int]
     blocks: list[BlockAccuracy]
 
@@ -113,11 +115,12 @@ class ProbeResult:
 
     @property
     def size(self) -> str:
-        """The numbers of images and classes in words."""
+        """The numbers of images, classes and cells in words."""
         error = percent(math.sqrt(0.25 / self.num_test_images))
         return (
             f"{self.num_images:,} images to train the probes and {self.num_test_images:,} to test them, "
-            f"{self.num_classes} classes; the standard error of an accuracy is at most {error}"
+            f"{self.num_classes} classes, features averaged over {self.grid} x {self.grid} cells; the standard error "
+            f"of an accuracy is at most {error}"
         )
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -172,6 +175,7 @@ def probe(
         num_test_images=len(tested.labels),
         num_classes=count_classes(features, tested),
         chance=_accuracy(most_frequent, tested.labels),
+        grid=grid,
         timesteps=list(timesteps),
         blocks=blocks,
     )

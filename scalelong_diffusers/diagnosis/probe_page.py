@@ -5,7 +5,7 @@ from scalelong_diffusers.diagnosis.probe import PIXELS, ProbeResult
 
 
 _NOTE = (
-    "<p>A linear classifier reads the class of an image from the average of a block's output over all positions. The "
+    "<p>A linear classifier reads the class of an image from a block's output, averaged over the cells of a grid. The "
     "first block makes the outermost skip, and the last block reads it. The baseline reads the class from the pixels "
     "of the same noisy images.</p>"
 )

@@ -28,6 +28,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     fsdp_plugin = _fsdp_plugin()
+    if fsdp_plugin is not None and options.ema_snapshot_steps:
+        raise UserError("--ema_snapshot_steps does not read the sharded weights of FSDP2: omit it, or use DDP")
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,

@@ -84,7 +84,7 @@ class FineTuning:
         self.config = config = run.config
         self.source = config.pretrained_model_name_or_path
         if config.use_8bit_adam and run.accelerator.is_fsdp2:
-            raise UserError("--use_8bit_adam does not read the sharded weights of FSDP2: leave it out, or use DDP")
+            raise UserError("--use_8bit_adam does not read the sharded weights of FSDP2: omit it, or use DDP")
         if config.lora_rank is not None:
             self._check_lora()
         self.pipe = load_stable_diffusion(self.source).to(run.device)

@@ -243,8 +243,6 @@ class TrainingRun:
         # What is trained: the modules themselves, or sharded copies of them.
         self.trained = dict(modules)
         if self.accelerator.is_fsdp2:
-            if options.ema_snapshot_steps:
-                raise UserError("--ema_snapshot_steps does not read the sharded weights of FSDP2: omit it, or use DDP")
             self._sharded = ShardedModels(self.accelerator, modules)
             self._sharded.switch(optimizer)
             self.trained = self._sharded.models

@@ -76,8 +76,9 @@ def test_takes_stock_models_pipelines_and_text(probe, ddpm, tiny_stable_diffusio
 
 
 def test_averages_over_the_cells_of_a_grid(probe, config):
-    widths = [probe(config, "--grid", grid)["blocks"][1]["width"] for grid in (1, 2)]
-    assert widths == [16, 4 * 16]
+    results = [probe(config, "--grid", grid) for grid in (1, 2)]
+    assert [result["grid"] for result in results] == [1, 2]
+    assert [result["blocks"][1]["width"] for result in results] == [16, 4 * 16]
 
 
 @pytest.mark.parametrize("kind", ["flow", "edm"])

@@ -236,13 +236,19 @@ def test_refuses_other_engines_and_their_options(refused, monkeypatch, variables
     assert re.search(message, refused())
 
 
+def test_refuses_snapshots_of_the_ema(refused, monkeypatch):
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
+    assert "--ema_snapshot_steps does not read the sharded weights of FSDP2" in refused(ema_snapshot_steps=2)
+
+
 def test_refuses_8_bit_adam(shard, build_kind, tmp_path):
     build_kind("sd1").save_pretrained(tmp_path / "base")
     changes = {"pretrained_model_name_or_path": tmp_path / "base", "use_8bit_adam": True}
     changes |= {"model_config_name_or_path": None, "script": finetune_text_to_image}
     code, _, errors = shard(tmp_path / "run", **changes).wait()
     assert code == 2
-    assert "--use_8bit_adam does not read the sharded weights of FSDP2: leave it out, or use DDP" in errors
+    assert "--use_8bit_adam does not read the sharded weights of FSDP2: omit it, or use DDP" in errors
     assert not (tmp_path / "run").exists()
 
 
