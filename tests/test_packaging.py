@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,21 @@ def test_wheel_contains_every_module_and_nothing_else(wheel, project_root):
     assert packaged == modules_in_the_checkout(project_root) | {"scalelong_diffusers/py.typed"}
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
     assert f"{info}/licenses/LICENSE" in names
+
+
+@pytest.mark.slow
+def test_links_of_the_page_on_pypi_are_absolute(wheel, project_root):
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    page = zipfile.ZipFile(wheel).read(metadata).decode()
+    links = re.findall(r'\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"', page)
+    assert len(links) > 30
+    for link in map("".join, links):
+        address, _, _ = link.partition("#")
+        assert not address or address.startswith("https://")
+        _, is_here, path = address.partition("/scalelong-diffusers/main/")
+        if not is_here:
+            _, is_here, path = address.partition("/scalelong-diffusers/blob/main/")
+        assert not is_here or (project_root / path).exists()
 
 
 @pytest.mark.slow
