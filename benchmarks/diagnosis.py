@@ -9,7 +9,7 @@ The protocol, fixed before the first run:
 - Runs: the finished runs of benchmarks/convergence.jsonl that its stopping rule did not end early. They have tuning
   runs with all learning rates, so some of them diverged.
 - Each run trains again for its first 100 steps, the warm-up of its learning rate, with the same seed and settings.
-  Then `scalelong diagnose` measures its raw weights with 64 training images.
+  Then `scalelong diagnose` measures its EMA weights, which then average about ten steps, with 64 training images.
 - What happened is taken from convergence.jsonl. A run "diverged" as defined there. A run "could gain" if another
   method, at its best setting and with the same seed, reached the run's final loss in at most 1 / 1.2 of the steps. A
   run that diverged could gain, too.

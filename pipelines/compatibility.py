@@ -74,6 +74,13 @@ def _has_learned_variance(scheduler: SchedulerMixin) -> bool:
     return scheduler.config.get("variance_type") in ("learned", "learned_range")
 
 
+def square_size(model: nn.Module) -> int | None:
+    """Return the height and width of the model's samples, or None if its config names no square."""
+    size = model.config.sample_size
+    size = size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
+    return size if isinstance(size, int) else None
+
+
 def size_multiple(model: nn.Module) -> int:
     """Return the number that the height and width of the model's samples must be multiples of."""
     if isinstance(model, UViTModel):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil  # a dependency of accelerate
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -33,7 +34,7 @@ def limited_layers(source: str | os.PathLike) -> Iterator[None]:
 
 def check_memory(what: str, size: float):
     """Raise a `UserError` if something takes more bytes than the machine has."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = psutil.virtual_memory().total
     if size > total:
         needed, present = size / 2**30, total / 2**30
         raise UserError(f"{what} would take at least {needed:,.1f} GiB of memory, and this machine has {present:,.1f}")

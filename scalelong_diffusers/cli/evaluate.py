@@ -136,7 +136,10 @@ def add_command(commands: argparse._SubParsersAction):
 
 
 def _read_prompts(file: str) -> list[str]:
-    lines = Path(file).read_text(encoding="utf-8").splitlines() if os.path.isfile(file) else []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines() if os.path.isfile(file) else []
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{file} is not UTF-8 text") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise argparse.ArgumentTypeError(f"{file} does not exist or is empty")

@@ -12,7 +12,7 @@ from torch import nn
 import scalelong_diffusers.models.unets  # noqa: F401  this module defines the classes that are found by name
 from scalelong_diffusers.download import HubUnreachable, build_skeleton, read_json
 from scalelong_diffusers.errors import UserError
-from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.models.mixin import scaled_class_by_name, scaled_class_of
 from scalelong_diffusers.models.mup import mup_scales
 from scalelong_diffusers.models.uvit import UViTModel
 from scalelong_diffusers.options import add_options
@@ -95,11 +95,7 @@ def model_skeleton(source: str, skip_scaling: SkipScalingConfig | None = None, *
         changes: more entries that replace those in the model's config.
     """
     config = _load_model_config(source)
-    class_name = config.get("_class_name")
-    model_class = None if class_name is None else scaled_class_by_name(class_name)
-    if model_class is None:
-        found = class_name or "a model without a _class_name"
-        raise UserError(f"{source}: {found} has no long skip connections that can be scaled")
+    model_class = scaled_class_of(config, source)
     replaced = changes if skip_scaling is None else {**changes, "skip_scaling": skip_scaling}
     return build_skeleton(model_class, config, source, **replaced)
 

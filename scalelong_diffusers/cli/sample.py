@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, output = (build_config(config, vars(arguments)) for config in (SampleConfig, SampleOutputConfig))
     dtype = getattr(torch, config.dtype)
     if checkpoint := find_checkpoint(config.model):
-        print_lines(f"{config.model} is not finished: sampling {checkpoint.name}")
+        if checkpoint != Path(config.model):
+            print_lines(f"{config.model} is not finished: sampling {checkpoint.name}")
         config = dataclasses.replace(config, model=str(checkpoint))
         pipe = load_checkpoint(checkpoint, dtype=dtype)
     else:

@@ -20,7 +20,7 @@ from scalelong_diffusers.download import build_skeleton, load_model, read_json
 from scalelong_diffusers.errors import UserError, did_you_mean
 from scalelong_diffusers.files import read_json_file
 from scalelong_diffusers.memory import check_memory
-from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.models.mixin import scaled_class_of
 from scalelong_diffusers.noise import (
     NoiseConfig,
     NoiseProcess,
@@ -35,6 +35,7 @@ from scalelong_diffusers.pipelines.compatibility import (
     check_size,
     required_conditions,
     size_multiple,
+    square_size,
     vae_factor,
 )
 from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline, pipeline_index
@@ -51,6 +52,7 @@ from scalelong_diffusers.training.stable_diffusion import (
     load_stable_diffusion,
     tokenize_prompts,
 )
+from scalelong_diffusers.training.unfinished import PARTS_FOLDER, find_checkpoint, load_checkpoint
 
 
 _SOURCES = {"dataset_name", "train_data_dir"}
@@ -95,8 +97,12 @@ def load_subject(source: str, given: Mapping[str, Any], seed: int) -> Subject:
     elif source.endswith(".json") and os.path.isfile(source):
         model, is_trained = _untrained_from(read_json_file(Path(source)), source, seed), False
     else:
-        folder = _model_folder(source)
         settings = _run_settings(source)
+        checkpoint = find_checkpoint(source)
+        if checkpoint is not None and (checkpoint.parent / PARTS_FOLDER).is_dir():
+            return _from_pipeline(load_checkpoint(checkpoint), settings, given)
+        # Checkpoints of fine-tuning hold a U-Net only.
+        folder = source if checkpoint is None else str(checkpoint / "unet")
         if os.path.isfile(folder) or read_json(folder, INDEX) is not None:
             return _from_pipeline(_load_pipeline(folder), settings, given)
         model, is_trained = _load_model(folder, seed)
@@ -128,16 +134,6 @@ def _noise_process(settings: Mapping[str, Any], given: Mapping[str, Any]) -> Noi
     return noise_process(build_config(NoiseConfig, {**fitting, **given}))
 
 
-def _model_folder(source: str) -> str:
-    """Return the folder with the model: in an unfinished training run, the last checkpoint."""
-    folder = Path(source)
-    if not folder.is_dir() or (folder / INDEX).is_file():
-        return source
-    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    last = max(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=folder)
-    return str(last / "unet" if (last / "unet" / "config.json").is_file() else last)
-
-
 def _run_settings(source: str) -> dict[str, Any]:
     """Return the settings of the training run in a folder, or of the run that a checkpoint belongs to."""
     folder = Path(source)
@@ -158,11 +154,7 @@ def _load_model(source: str, seed: int) -> tuple[ModelMixin, bool]:
 
 
 def _untrained_from(config: Mapping[str, Any], source: str, seed: int) -> ModelMixin:
-    class_name = config.get("_class_name")
-    model_class = scaled_class_by_name(class_name) if isinstance(class_name, str) else None
-    if model_class is None:
-        raise UserError(f"{source}: {class_name} has no long skip connections that can be scaled")
-    return _untrained(model_class, config, source, seed)
+    return _untrained(scaled_class_of(config, source), config, source, seed)
 
 
 def _untrained(model_class: type[ModelMixin], config: Mapping[str, Any], source: str, seed: int) -> ModelMixin:
@@ -186,7 +178,10 @@ class ModelData:
         self.subject, self.name, self.seed = subject, name, seed
         self.model = subject.model
         _check_inputs(self.model, name, command)
-        if not values.keys() & _SOURCES:  # another dataset replaces the data of a training run
+        self.channels = (self.model if subject.vae is None else subject.vae).config.in_channels
+        self.takes_images = self.channels in (1, 3)
+        # Another dataset replaces the data of a training run, and so does noise for a model of latents.
+        if self.takes_images and not values.keys() & _SOURCES:
             values = {**subject.settings, **values}
         values = {flag: value for flag, value in values.items() if flag in DATA_OPTIONS}
         self.has_dataset = bool(values.keys() & _SOURCES)
@@ -197,9 +192,6 @@ class ModelData:
         check_size("resolution", self.config.resolution, size_multiple(self.model) * factor)
         self.size = self.config.resolution // factor
         self.encode_captions = None if subject.pipe is None else caption_encoder(subject.pipe, self.config.resolution)
-        model = self.model if subject.vae is None else subject.vae
-        self.channels = model.config.in_channels
-        self.takes_images = self.channels in (1, 3)
         if self.has_dataset and not self.takes_images:
             raise UserError(f"{name} takes {self.channels} channels, not images: pass a pipeline with an autoencoder")
 
@@ -371,8 +363,8 @@ def caption_encoder(
 
 
 def _own_size(model: ModelMixin, name: str, command: str) -> int:
-    size = model.config.sample_size
-    size = size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
-    if not isinstance(size, int):
-        raise UserError(f"{name} has sample_size={size}, and {command} takes square images: pass --resolution")
+    size = square_size(model)
+    if size is None:
+        found = model.config.sample_size
+        raise UserError(f"{name} has sample_size={found}, and {command} takes square images: pass --resolution")
     return size

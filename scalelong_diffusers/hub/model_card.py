@@ -105,8 +105,9 @@ def training_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def last_samples(folder: str | os.PathLike) -> Image | None:
     """Return the last sample grid in the folder of a training run, or None if there is none."""
-    grids = sorted(Path(folder, "samples").glob("step-*.png"))
-    return read_image(grids[-1], str(grids[-1])) if grids else None
+    grids = Path(folder, "samples").glob("step-*.png")
+    newest = max(grids, key=lambda path: int(path.stem.removeprefix("step-")), default=None)
+    return None if newest is None else read_image(newest, str(newest))
 
 
 def make_card(

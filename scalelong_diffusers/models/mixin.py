@@ -181,6 +181,16 @@ def scaled_class_by_name(name: str) -> type[SkipScalingMixin] | None:
     return next((c for plain, c in _SCALED_CLASSES.items() if name in (c.__name__, plain.__name__)), None)
 
 
+def scaled_class_of(config: Mapping[str, Any], source: str) -> type[SkipScalingMixin]:
+    """Return the scaled class for the config of a model. `source` names the config in the error message."""
+    name = config.get("_class_name")
+    model_class = scaled_class_by_name(name) if isinstance(name, str) else None
+    if model_class is None:
+        found = name or "a model without a _class_name"
+        raise UserError(f"{source}: {found} has no long skip connections that can be scaled")
+    return model_class
+
+
 def skip_layout(model: ModelMixin) -> SkipLayout:
     """Return the layout of a scaled model, or of a plain one that can be scaled."""
     model_class = type(model) if isinstance(model, SkipScalingMixin) else scaled_class(type(model))

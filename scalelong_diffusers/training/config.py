@@ -64,12 +64,12 @@ TINY_TRAINING = {
 class ModelConfig:
     preset: str | None = option(
         None, "start from an experiment of the paper (see scalelong presets); other flags override it",
-        metavar="NAME", on_resume="fixed", common=True,
+        metavar="NAME", on_resume="free", common=True,
     )  # fmt: skip
     model_type: str | None = option(
         None, "built-in small model if no config or preset is given (default: uvit); tiny: a U-ViT and settings for a "
         "run of minutes on a CPU",
-        choices=("uvit", "unet", "tiny"), on_resume="fixed", common=True,
+        choices=("uvit", "unet", "tiny"), on_resume="free", common=True,
     )  # fmt: skip
     model_config_name_or_path: str | None = option(
         None, "architecture of the model: a config.json, a model folder or a Hub id", metavar="PATH"
@@ -88,7 +88,7 @@ class ModelConfig:
     )  # fmt: skip
     hidden_size: int | None = option(
         None, "width of the U-ViT, with heads as wide as before (default: the preset's or the config's)",
-        at_least=1, at_most=65_536, on_resume="fixed",
+        at_least=1, at_most=65_536, on_resume="free",
     )  # fmt: skip
     mup_base_width: int | None = option(
         None, "train a U-ViT with muP: the learning rate was tuned for this width", at_least=1, at_most=65_536,

@@ -20,7 +20,7 @@ from scalelong_diffusers.models.mixin import SkipScalingMixin, resolve_skip_scal
 from scalelong_diffusers.noise import FlowProcess, NoiseProcess, trained_process
 from scalelong_diffusers.options import option
 from scalelong_diffusers.patching import apply_skip_scaling, set_skip_scaling_strength
-from scalelong_diffusers.pipelines.compatibility import check_size, vae_factor
+from scalelong_diffusers.pipelines.compatibility import check_size, square_size, vae_factor
 from scalelong_diffusers.randomness import seed_for
 from scalelong_diffusers.scaling import SkipScalingConfig
 from scalelong_diffusers.training.config import OptimizationConfig
@@ -145,9 +145,10 @@ class FineTuning:
 
 def native_resolution(pipe: StableDiffusion) -> int:
     """Return the resolution of the images that a pipeline makes by default."""
-    size = pipe.unet.config.sample_size
-    if not isinstance(size, int):
-        raise UserError(f"the unet has sample_size={size!r}, which is not a square: pass --resolution")
+    size = square_size(pipe.unet)
+    if size is None:
+        found = pipe.unet.config.sample_size
+        raise UserError(f"the unet has sample_size={found!r}, which is not a square: pass --resolution")
     return size * vae_factor(pipe.vae)
 
 

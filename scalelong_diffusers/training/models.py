@@ -13,7 +13,7 @@ from scalelong_diffusers.data import TrainingData
 from scalelong_diffusers.download import build_skeleton, load_model, read_json
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.memory import check_memory
-from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.models.mixin import scaled_class_of
 from scalelong_diffusers.models.skip_init import REFERENCE, start_layers
 from scalelong_diffusers.models.unets import ScaleLongUNet2DConditionModel, ScaleLongUNet2DModel
 from scalelong_diffusers.models.uvit import UViTModel
@@ -23,6 +23,7 @@ from scalelong_diffusers.pipelines.compatibility import (
     check_size,
     required_conditions,
     size_multiple,
+    square_size,
     vae_factor,
 )
 from scalelong_diffusers.presets import get_preset
@@ -166,10 +167,7 @@ def _from_config(options: ModelConfig) -> tuple[ModelMixin, dict[str, Any]]:
         raise UserError(
             f"{source} has no config.json of a model; accepted: a model's folder, its config.json or a Hub id"
         )
-    class_name = config["_class_name"]
-    model_class = scaled_class_by_name(class_name)
-    if model_class is None:
-        raise UserError(f"{source} is the config of {class_name}, which has no long skips that can be scaled")
+    model_class = scaled_class_of(config, source)
     applied_later = {"skip_scaling": "none", **_DEFAULT_START}
     plain = {name: applied_later.get(name, value) for name, value in config.items()}
     return _build(model_class, plain, options, source), config
@@ -205,7 +203,7 @@ def _check_fit(model: ModelMixin, resolution: int, factor: int, channels: int, v
         )
     check_channels(model, vae)
     check_size("--resolution", resolution, size_multiple(model) * factor)
-    if isinstance(model, UViTModel) and model.config.sample_size != resolution // factor:
+    if isinstance(model, UViTModel) and square_size(model) != resolution // factor:
         raise UserError(
             f"the model has sample_size={model.config.sample_size}, but --resolution {resolution} needs "
             f"{resolution // factor}"

@@ -126,9 +126,12 @@ def check_same_settings(
     # Runs of earlier versions lack newer options.
     before = {**{flag: field.default for flag, field, _ in options}, **before}
     on_resume = {flag: details.on_resume for flag, _, details in options}
-    on_resume |= {"architecture": "fixed", "skip_scaling_options": "fixed"}
+    on_resume |= {"architecture": "fixed", "model": "fixed", "skip_scaling_options": "fixed"}
     free = {name for name, rule in on_resume.items() if rule == "free"}
-    free |= {"model", "num_processes", "distributed_type"}
+    free |= {"num_processes", "distributed_type"}
+    # The description of the model explains a checksum that differs.
+    if before.get("architecture") == now.get("architecture"):
+        free.add("model")
     # With a constant learning rate a run can be made longer. Otherwise its length is part of the schedule.
     if now["lr_scheduler"].startswith("constant"):
         free.add("max_train_steps")
@@ -156,8 +159,10 @@ def check_same_settings(
 
 def inexact_resume_warning(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """Return a warning if a streaming run is resumed with another division of the data among its readers."""
-    readers = ("train_batch_size", "num_processes", "dataloader_num_workers")
-    changed = [name for name in readers if before.get(name) != now[name]]
+    changed = [name for name in ("train_batch_size", "num_processes") if before.get(name) != now[name]]
+    workers = [max(1, settings.get("dataloader_num_workers") or 0) for settings in (before, now)]
+    if workers[0] != workers[1]:  # without workers, the process itself is the reader
+        changed.append("dataloader_num_workers")
     if not now["streaming"] or not changed:
         return None
     return (

@@ -9,7 +9,7 @@ from transformers import CLIPTextModel, PreTrainedModel
 from scalelong_diffusers.download import load_model
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.files import PARTIAL, read_json_file
-from scalelong_diffusers.models.mixin import scaled_class_by_name
+from scalelong_diffusers.models.mixin import scaled_class_of
 from scalelong_diffusers.pipelines.loading import INDEX, load_pipeline
 from scalelong_diffusers.training.checkpoints import CHECKSUMS_FILE, LATEST, Checkpoints, damage, replace_folder
 
@@ -32,14 +32,14 @@ def save_parts(run: "TrainingRun", pipe: DiffusionPipeline):
 
 def find_checkpoint(source: str) -> Path | None:
     """
-    Return the checkpoint that sampling `source` means, or None if it means a pipeline.
+    Return the checkpoint to load for `source`, or None if `source` is no run or checkpoint.
 
     It is `source` itself, or the latest complete checkpoint of an unfinished run.
     """
     folder = Path(source)
     if (folder / CHECKSUMS_FILE).is_file():
         if broken := damage(folder):
-            raise UserError(f"cannot sample {folder}: {broken}")
+            raise UserError(f"cannot load {folder}: {broken}")
         return folder
     if not folder.is_dir() or (folder / INDEX).is_file() or not Checkpoints(folder).steps():
         return None
@@ -51,13 +51,13 @@ def load_checkpoint(checkpoint: Path, **options) -> DiffusionPipeline:
     parts = checkpoint.resolve().parent / PARTS_FOLDER
     if not (parts / INDEX).is_file():
         raise UserError(
-            f"{checkpoint} cannot be sampled, because {parts} is missing, in which a run from scratch keeps the other "
+            f"{checkpoint} cannot be loaded, because {parts} is missing, in which a run from scratch keeps the other "
             "parts of its pipeline: run the same training command with --resume_from_checkpoint latest"
         )
     trained = {path.parent.name for path in checkpoint.glob("*/config.json")}
     if not trained:
         raise UserError(
-            f"{checkpoint} cannot be sampled, because FSDP2 wrote it in shards: run the same training command with "
+            f"{checkpoint} cannot be loaded, because FSDP2 wrote it in shards: run the same training command with "
             "--resume_from_checkpoint latest"
         )
     modules = {
@@ -69,6 +69,6 @@ def load_checkpoint(checkpoint: Path, **options) -> DiffusionPipeline:
 
 
 def _load(folder: Path, **options) -> ModelMixin | PreTrainedModel:
-    class_name = read_json_file(folder / "config.json").get("_class_name")
-    model_class = CLIPTextModel if class_name is None else scaled_class_by_name(class_name)
+    config = read_json_file(folder / "config.json")
+    model_class = scaled_class_of(config, str(folder)) if "_class_name" in config else CLIPTextModel
     return load_model(model_class, folder, str(folder), **options)

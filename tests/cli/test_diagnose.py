@@ -160,6 +160,37 @@ def test_takes_a_training_run_and_its_checkpoints(diagnose, config, tmp_path):
     assert diagnose(run, "--prediction_type", "epsilon")["loss"] != unfinished["loss"]
 
 
+def test_takes_an_unfinished_run_with_its_autoencoder(diagnose, tiny_vae, tmp_path):
+    from scalelong_diffusers.train.train_unconditional import train
+    from scalelong_diffusers.training import TrainingConfig, make_config
+    from scalelong_diffusers.training.unfinished import PARTS_FOLDER
+
+    run, config = tmp_path / "run", tmp_path / "config"
+    UViTModel(**TINY, in_channels=4).save_config(config)
+    tiny_vae.save_pretrained(tmp_path / "vae")
+    train(make_config(
+        TrainingConfig, model_config_name_or_path=str(config), pretrained_vae_model_name_or_path=str(tmp_path / "vae"),
+        resolution=16, num_shapes=30, train_batch_size=4, max_train_steps=2, checkpointing_steps=2, validation_steps=0,
+        sample_steps=0, output_dir=str(run),
+    ))  # fmt: skip
+    finished = diagnose(run)
+    # The state before the end: no pipeline, and the parts that are not trained.
+    (run / PARTS_FOLDER).mkdir()
+    for name in ("model_index.json", "scheduler", "vae"):
+        (run / name).rename(run / PARTS_FOLDER / name)
+    shutil.rmtree(run / "unet")
+    assert {**diagnose(run), "source": ""} == {**finished, "source": ""}
+    assert {**diagnose(run / "checkpoint-2"), "source": ""} == {**finished, "source": ""}
+
+
+def test_a_preset_of_latents_takes_noise_of_its_size(monkeypatch):
+    preset = subject.get_preset("imagenet256-uvit-l-2")
+    for name, value in {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 2}.items():
+        monkeypatch.setitem(preset.config, name, value)
+    inputs = subject.Inputs(subject.load_subject(preset.name, {}, 0), preset.name, {}, 0)
+    assert (inputs.size, inputs.description) == (32, "normal noise instead of latents with 4 channels")
+
+
 def test_takes_a_preset(error_of, diagnose, monkeypatch):
     preset = subject.get_preset("cifar10-uvit-s-2")
     monkeypatch.setitem(preset.config, "hidden_size", 16)

@@ -166,6 +166,8 @@ class TestImages:
 
     def test_prompts_for_an_unconditional_pipeline(self, error_of, pipeline, tmp_path):
         assert "none.txt does not exist or is empty" in error_of(pipeline, prompt_file=tmp_path / "none.txt")
+        (tmp_path / "latin1.txt").write_bytes("Köln".encode("latin1"))
+        assert "latin1.txt is not UTF-8 text" in error_of(pipeline, prompt_file=tmp_path / "latin1.txt")
         kind = "ScaleLongUnconditionalPipeline"
         (tmp_path / "some.txt").write_text("red\n")
         line = error_of(pipeline, "--num_shapes", 20, prompt_file=tmp_path / "some.txt")

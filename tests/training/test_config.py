@@ -378,8 +378,7 @@ def test_settings_that_weights_depend_on_never_change():
     changes = {
         "skip_scaling": "ls",
         "kappa": 0.5,
-        "preset": "mscoco-uvit-s-2",
-        "model_type": "unet",
+        "architecture": "2f",
         "train_text_encoder": True,
     }
     config = make_config(TextToImageConfig)
@@ -387,6 +386,9 @@ def test_settings_that_weights_depend_on_never_change():
     for flag, value in changes.items():
         with pytest.raises(UserError, match=f"checkpoint-5 holds the weights of another model: {flag} was .* and is"):
             check_same_settings("checkpoint-5", config, stored, stored | {flag: value}, allow_changes=True)
+    described = {"architecture": "2f", "model": "UNet2DModel, 9 parameters"}
+    with pytest.raises(UserError, match="model was 'UViTModel' and is 'UNet2DModel, 9 parameters'; archi"):
+        check_same_settings("checkpoint-5", config, stored, stored | described, allow_changes=True)
     # Fine-tuning stores the scaling of the pipeline, which its flags do not name.
     config = make_config(FineTuningConfig, **REQUIRED[FineTuningConfig])
     stored = {**flat_options(config), **STORED, "skip_scaling": "ls"}
@@ -400,3 +402,6 @@ def test_streaming_resumes_exactly_only_with_the_same_readers():
     changed = {**before, "num_processes": 2, "train_batch_size": 2}
     assert "train_batch_size and num_processes changed" in inexact_resume_warning(before, changed)
     assert inexact_resume_warning(before, {**changed, "streaming": False}) is None
+    alone, one_worker = ({**before, "dataloader_num_workers": workers} for workers in (0, 1))
+    assert inexact_resume_warning(alone, one_worker) is None
+    assert "because dataloader_num_workers changed" in inexact_resume_warning(alone, before)

@@ -458,7 +458,7 @@ class TestRejects:
         assert "has nothing to warm up: the U-Net is already scaled" in message
         assert "was trained with SkipScalingConfig(method='cs'" in reject(skip_scaling="ls")
 
-    @pytest.mark.parametrize("size", [None, [8, 8]])
+    @pytest.mark.parametrize("size", [None, [8, 16]])
     def test_unet_without_a_size_needs_a_resolution(self, refused_tuning, tune, build_kind, sd, tmp_path, size):
         pipe = build_kind("sd1")
         pipe.unet = sd.build(sample_size=size)

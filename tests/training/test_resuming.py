@@ -323,6 +323,14 @@ def test_changed_settings_need_permission(train, stopped_at, metrics_of):
         train(folder, max_train_steps=24, skip_scaling="ls", **changes)
 
 
+def test_a_default_can_be_named(train, tmp_path):
+    settings = {"model_config_name_or_path": None, "resolution": 8, "num_shapes": 20, "checkpointing_steps": 1}
+    folder = train(tmp_path / "run", max_train_steps=1, **settings)
+    train(folder, max_train_steps=2, model_type="uvit", hidden_size=256, **settings, **RESUME)
+    with pytest.raises(UserError, match=r"weights of another model: .*; model was .UViTModel, .* is .ScaleLongUNet2D"):
+        train(folder, max_train_steps=2, model_type="unet", **settings, **RESUME)
+
+
 def test_batch_can_be_divided_differently(train, finished, stopped_at, metrics_of):
     folder = stopped_at(8)
     train(folder, train_batch_size=2, gradient_accumulation_steps=2, dataloader_num_workers=1, **RESUME)

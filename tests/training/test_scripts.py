@@ -138,6 +138,12 @@ def test_latents(train, vae, tmp_path, model_type):
     assert pipe(num_inference_steps=1).images[0].size == (16, 16)
 
 
+def test_a_sample_size_can_be_a_pair(train, tmp_path):
+    config = {"sample_size": [8, 8], "patch_size": 2, "hidden_size": 16, "num_layers": 4, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UViTModel", **config}))
+    train(tmp_path / "run", model_config_name_or_path=tmp_path / "config.json", max_train_steps=1)
+
+
 def test_latents_follow_the_distribution_of_the_autoencoder(vae):
     config = DataConfig(resolution=16, num_shapes=10)
     data = load_training_data(config, channels=3, needs_labels=False, needs_captions=False, seed=0)
