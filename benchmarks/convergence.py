@@ -36,13 +36,14 @@ The protocol, fixed before the first run:
   above its first validation.
 - Comparison: each finalist at its best setting with the fresh seeds 1 to 8. Finalists are "plain" and "residual", with
   both values of eps; the other methods are only tuned, on the first workload. (This was decided before they ran.)
-  "residual + self-conditioning", which was added later, takes the best setting of "residual" without own tuning. The
-  target of a run is the final loss of the plain run with the same seed, which sees the same data and the same noise in
-  its validations. If that run diverges, it is the lowest final loss of all plain runs. A run reaches the target at the
-  first of three consecutive validations below it; a run that does not, or that diverges, needs infinitely many steps.
-  The speed-up of a run is the number of steps of the whole training / the steps to the target. The plain model sets
-  the target, so its speed-up is 1. Reported are the median over seeds and the smallest speed-up. By a one-sided sign
-  test, the true median is at least the smallest of 8 speed-ups with p = 1/256.
+  "residual + self-conditioning" and "residual + cs", the scripts' default, were added later. They take the best
+  setting of "residual" without own tuning. The target of a run is the final loss of the plain run with the same seed,
+  which sees the same data and the same noise in its validations. If that run diverges, it is the lowest final loss of
+  all plain runs. A run reaches the target at the first of three consecutive validations below it; a run that does not,
+  or that diverges, needs infinitely many steps. The speed-up of a run is the number of steps of the whole training /
+  the steps to the target. The plain model sets the target, so its speed-up is 1. Reported are the median over seeds
+  and the smallest speed-up. By a one-sided sign test, the true median is at least the smallest of 8 speed-ups with
+  p = 1/256.
 - The target changed twice. At first it was the median over the plain seeds, and after two seeds, which showed that
   plain runs can diverge, the lowest loss of all plain runs. When three workloads had finished, it became the plain run
   with the same seed: the validation noise depends on the seed, so the losses of two seeds cannot be compared. The

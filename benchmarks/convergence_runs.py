@@ -22,7 +22,7 @@ _SUM, _REZERO = {"skip_init": "sum"}, {"block_scale": "rezero"}
 _RESIDUAL = {**_SUM, **_REZERO, "skip_lr_scale": 0.1}
 _RESIDUAL_UNET = {"skip_init": "zero", "zero_init_residual": True}
 _SELF_CONDITIONING = {"self_conditioning": True}
-CONDITIONED = "residual + self-conditioning"
+WITH_CS, CONDITIONED = "residual + cs", "residual + self-conditioning"
 
 _EPS_1E_8 = {"adam_epsilon": 1e-8}
 
@@ -38,7 +38,7 @@ METHODS = {
     "sum + rezero": {**_PLAIN, **_SUM, **_REZERO},
     "residual": {**_PLAIN, **_RESIDUAL},
     "residual, eps 1e-8": {**_PLAIN, **_RESIDUAL, **_EPS_1E_8},
-    "residual + cs": {**_PLAIN, **_RESIDUAL, **_CS},
+    WITH_CS: {**_PLAIN, **_RESIDUAL, **_CS},
     CONDITIONED: {**_PLAIN, **_RESIDUAL, **_SELF_CONDITIONING},
     "ls (paper)": {**_PLAIN, **_PAPERS_LS},
 }
@@ -47,7 +47,7 @@ EVERYWHERE = (PLAIN, "residual")
 _BOTH_EPS = ("plain", "plain, eps 1e-10", "residual", "residual, eps 1e-8")
 # The methods that run on each workload.
 METHODS_ON = {
-    BASE: (*_BOTH_EPS, "cs", "ls", "sum", "rezero", "sum + rezero", "residual + cs", CONDITIONED),
+    BASE: (*_BOTH_EPS, "cs", "ls", "sum", "rezero", "sum + rezero", WITH_CS, CONDITIONED),
     "12 layers": (*EVERYWHERE, "residual, eps 1e-8"),
     "28 layers": EVERYWHERE,
     "batch 16": EVERYWHERE,
@@ -58,8 +58,8 @@ METHODS_ON = {
     PAPER: ("plain", "cs", "ls (paper)", "residual"),
 }
 # The methods that train with all seeds; the others are only tuned. Controls take the best setting of another method.
-CONTROLS = {"plain, eps 1e-10": PLAIN, CONDITIONED: "residual"}
-FINALISTS = (*_BOTH_EPS, CONDITIONED)
+CONTROLS = {"plain, eps 1e-10": PLAIN, CONDITIONED: "residual", WITH_CS: "residual"}
+FINALISTS = (*_BOTH_EPS, CONDITIONED, WITH_CS)
 TUNED = tuple(name for name in METHODS_ON if name != PAPER)
 
 # From the middle outwards, so that the first runs can stop later ones.

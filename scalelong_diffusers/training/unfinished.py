@@ -32,7 +32,7 @@ def save_parts(run: "TrainingRun", pipe: DiffusionPipeline):
 
 def find_checkpoint(source: str) -> Path | None:
     """
-    Return the checkpoint to load for `source`, or None if `source` is no run or checkpoint.
+    Return the checkpoint to load for `source`, or None if `source` is neither a run nor a checkpoint.
 
     It is `source` itself, or the latest complete checkpoint of an unfinished run.
     """
