@@ -139,6 +139,25 @@ def test_images_name_their_classes(opened):
     assert page.locator(".images b").count() == 0
 
 
+def test_text_models_take_prompts_and_guidance(opened, tiny_stable_diffusion, tmp_path):
+    tiny_stable_diffusion.save_pretrained(tmp_path)
+    page = opened()
+    page.get_by_label("Model").first.fill(str(tmp_path))
+    page.get_by_role("button", name="Load").click()
+    page.get_by_label("Prompts").fill("a red circle\na blue star")
+    move(page, "Images", 2)
+    move(page, "Steps", 2)
+    first = sample(page)
+    names = page.evaluate("[...document.querySelectorAll('.pair img')].map(image => image.alt)")
+    assert names[:2] == ["without scaling: a red circle", "without scaling: a blue star"]
+    move(page, "Guidance", 3)
+    page.get_by_role("button", name="Sample").click()
+    guided = changed(page, first)
+    page.get_by_label("Negative prompt").fill("a star")
+    page.get_by_role("button", name="Sample").click()
+    assert changed(page, guided)[0] != guided[0]
+
+
 def test_loads_nothing_from_other_machines(opened, app):
     page = opened()
     sample(page)
@@ -234,6 +253,7 @@ def test_training_draws_a_curve_and_can_be_stopped(opened, app):
     assert "scalelong_diffusers.train.train_class_conditional" in training
     page.get_by_role("button", name="Start").click()
     page.get_by_text("a training is already running: stop it first").wait_for()
+    page.locator(".picture img").first.wait_for(timeout=280_000)
     # A page that is opened later shows the same training.
     other = opened()
     other.get_by_role("tab", name="Train").click()

@@ -217,6 +217,19 @@ def test_trains_a_lora_and_gates(shard, train, build_kind, tmp_path):
     assert_equal(load_file(sharded / file), load_file(whole / file), 1e-4)
 
 
+def test_fine_tunes_all_weights_of_sdxl(shard, train, build_kind, tmp_path):
+    build_kind("sdxl").save_pretrained(tmp_path / "base")
+    changes = {"model_config_name_or_path": None, "resolution": None, "script": finetune_text_to_image}
+    changes |= {"pretrained_model_name_or_path": tmp_path / "base", "learning_rate": 1e-3, "max_train_steps": 4}
+    changes |= {"skip_scaling": "ls", "skip_scaling_reduction": 4, "checkpointing_steps": 4, "validation_steps": 4}
+    running = shard(tmp_path / "sharded", train_batch_size=2, **changes)
+    train(tmp_path / "whole", **changes)
+    succeed(running)
+    trained, whole, base = (load_stable_diffusion(tmp_path / name).unet for name in ("sharded", "whole", "base"))
+    assert_equal(trained.state_dict(), whole.state_dict(), 1e-4)
+    assert not torch.equal(trained.conv_in.weight, base.conv_in.weight)
+
+
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
