@@ -124,10 +124,7 @@ class TrainingRun:
         return self.vae
 
     def load_data(
-        self,
-        needs_labels: bool = False,
-        needs_captions: bool = False,
-        resolution: int | None = None,
+        self, needs_labels: bool = False, needs_captions: bool = False, resolution: int | None = None
     ) -> TrainingData:
         """Load the data of the config. `resolution` is the size of the images if the config does not set it."""
         self.resolution = self.config.data.resolution or resolution
