@@ -155,15 +155,15 @@ class Sampling:
 
         The processes of `accelerate launch` or torchrun share the work.
         """
-        team = processes()
+        state = processes()
         with locked(self.folder):
             run_on_main_process(lambda: _check_folder(self.folder, self._settings))  # again: now nobody can change it
             run_on_main_process(lambda: remove_leftovers(self.folder))
             missing = [k for k in range(self.num_images) if not is_complete(image_file(self.folder, k))]
             # No process changes the folder before all have listed the missing images.
             run_on_main_process(lambda: write_json(self.folder / SAMPLE_SETTINGS, self._settings))
-            run_on_all_processes(lambda: self._make_share(missing[team.process_index :: team.num_processes]))
-            if team.is_main_process:
+            run_on_all_processes(lambda: self._make_share(missing[state.process_index :: state.num_processes]))
+            if state.is_main_process:
                 values = self._sampler.values
                 columns = len(values) if 1 < len(values) <= 16 else None
                 files = [image_file(self.folder, k) for k in range(min(self.num_images, GRID_IMAGES))]
@@ -180,11 +180,11 @@ class Sampling:
 
     def _make_share(self, share: list[int]):
         """Make the missing images of this process."""
-        team = processes()
+        state = processes()
         self.pipe.set_progress_bar_config(disable=True)
         layout = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} images [{elapsed}<{remaining}]"
-        total = self.num_images if team.num_processes == 1 else len(share)
-        hidden = not team.is_main_process
+        total = self.num_images if state.num_processes == 1 else len(share)
+        hidden = not state.is_main_process
         bar = tqdm(
             desc=printable(self.folder), total=total, initial=total - len(share), bar_format=layout, disable=hidden
         )
@@ -203,8 +203,8 @@ class Sampling:
 def choose_device(name: str | None) -> torch.device:
     """Return the named device. Without a name, return this process's GPU, or the CPU if there is no GPU."""
     if name is None:
-        team = processes()
-        return team.device if team.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
+        state = processes()
+        return state.device if state.num_processes > 1 or torch.cuda.is_available() else torch.device("cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

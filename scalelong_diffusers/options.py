@@ -99,7 +99,7 @@ def options_of(config_class: type) -> Iterator[tuple[str, dataclasses.Field, Opt
         if nested := nested_config(config_class, field):
             yield from options_of(nested)
         elif details := field.metadata.get("option"):
-            yield details.flag or field.name, field, details
+            yield _flag_of(field), field, details
 
 
 def check_options(config: Any):
@@ -115,7 +115,7 @@ def check_options(config: Any):
         if isinstance(value, os.PathLike):
             object.__setattr__(config, field.name, os.fspath(value))
     for field, details in _own_options(type(config)):
-        _check_value(details.flag or field.name, getattr(config, field.name), hints[field.name], details)
+        _check_value(_flag_of(field), getattr(config, field.name), hints[field.name], details)
 
 
 def check_arguments(function: Function) -> Function:
@@ -231,7 +231,7 @@ def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, An
     """Return the values that are set, by field, without nested configs."""
     given = {}
     for field in dataclasses.fields(config_class):
-        flag = field.metadata["option"].flag or field.name if "option" in field.metadata else field.name
+        flag = _flag_of(field)
         if flag in values and nested_config(config_class, field) is None:
             value = values[flag]
             given[field.name] = tuple(value) if isinstance(value, list) else value
@@ -241,6 +241,11 @@ def _given_fields(config_class: type, values: Mapping[str, Any]) -> dict[str, An
 def _own_options(config_class: type) -> list[tuple[dataclasses.Field, Option]]:
     fields = dataclasses.fields(config_class)
     return [(field, field.metadata["option"]) for field in fields if "option" in field.metadata]
+
+
+def _flag_of(field: dataclasses.Field) -> str:
+    details = field.metadata.get("option")
+    return field.name if details is None else details.flag or field.name
 
 
 def _default_of(field: dataclasses.Field) -> Any:
@@ -254,8 +259,8 @@ def flat_options(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             values |= flat_options(value)
-        elif details := field.metadata.get("option"):
-            values[details.flag or field.name] = value
+        elif "option" in field.metadata:
+            values[_flag_of(field)] = value
     return values
 
 
@@ -400,7 +405,7 @@ def add_options(
     group = parser if title is None else parser.add_argument_group(title, description)
     hints = _hints(config_class)
     for field, details in _own_options(config_class):
-        flag = details.flag or field.name
+        flag = _flag_of(field)
         if flag not in without:
             default = _default_of(field) if defaults is None else getattr(defaults, field.name)
             is_required = default is dataclasses.MISSING and not optional

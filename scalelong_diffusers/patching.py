@@ -93,8 +93,7 @@ def apply_skip_init(
     unet = apply_skip_init(UNet2DModel(sample_size=32), "zero", zero_init_residual=True)
     ```
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"the weights of this {type(model).__name__} are on the meta device: load them first")
+    check_loaded(model)
     check_untrained(model)
     start_layers(model, skip_init, zero_init_residual)
     return model
@@ -260,7 +259,9 @@ def check_loaded(model: nn.Module):
     """Check that the weights of a model are in memory."""
     if any(parameter.is_meta for parameter in model.parameters()):
         name = type(model).__name__
-        raise UserError(f"the weights of this {name} are offloaded (on the meta device): patch before offloading")
+        raise UserError(
+            f"the weights of this {name} are on the meta device: load them first, and patch before offloading"
+        )
 
 
 def check_not_compiled(model: nn.Module, patch: str):

@@ -39,21 +39,25 @@ json.dump(results, open("results.json", "w"))
 """
 
 
-@pytest.mark.slow
-def test_runnable_blocks_print_what_the_page_shows(in_fresh_process, tmp_path, subtests):
-    (tmp_path / "blocks.json").write_text(json.dumps([code for _, code, _ in LOCAL_BLOCKS]))
-    in_fresh_process(RUNNER, OMP_NUM_THREADS="1")
-    results = json.loads((tmp_path / "results.json").read_text())
-    for (page, _, expected), (printed, error) in zip(LOCAL_BLOCKS, results):
+def check_output(blocks, run, folder, subtests):
+    (folder / "blocks.json").write_text(json.dumps([code for _, code, _ in blocks]))
+    run(RUNNER, OMP_NUM_THREADS="1")
+    results = json.loads((folder / "results.json").read_text())
+    for (page, _, expected), (printed, error) in zip(blocks, results, strict=True):
         with subtests.test(page):
             assert not error, error
             assert expected is None or printed == expected
 
 
 @pytest.mark.slow
-def test_runnable_blocks_with_the_hub_print_what_the_page_shows(hub):
-    for _, code, printed in HUB_BLOCKS:
-        assert hub(code.replace("user/", "owner/")).stdout == printed
+def test_runnable_blocks_print_what_the_page_shows(in_fresh_process, tmp_path, subtests):
+    check_output(LOCAL_BLOCKS, in_fresh_process, tmp_path, subtests)
+
+
+@pytest.mark.slow
+def test_runnable_blocks_with_the_hub_print_what_the_page_shows(hub, tmp_path, subtests):
+    blocks = [(page, code.replace("user/", "owner/"), printed) for page, code, printed in HUB_BLOCKS]
+    check_output(blocks, hub, tmp_path, subtests)
 
 
 def test_readme_and_docs_have_runnable_code():

@@ -81,8 +81,7 @@ class Comparison:
         """Names of the classes, or their numbers. Empty for a model without classes."""
         if not self.is_class:
             return []
-        names = self.pipe.config.class_names or {}
-        return [names.get(str(k), str(k)) for k in range(self.pipe.num_classes)]
+        return [self.pipe.class_title(k) for k in range(self.pipe.num_classes)]
 
     @property
     def has_guidance(self) -> bool:

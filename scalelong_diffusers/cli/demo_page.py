@@ -194,9 +194,9 @@ def _curve(run: Run, name: str) -> Curve:
     return [(line["step"], line[name]) for line in run.metrics if line.get(name) is not None]
 
 
-def _averaged(curve: Curve, points: int = 50) -> Curve:
+def _averaged(curve: Curve) -> Curve:
     """Return the means of consecutive parts of a curve, which is noisy."""
-    size = max(1, len(curve) // points)
+    size = max(1, len(curve) // 50)
     parts = [curve[k : k + size] for k in range(0, len(curve), size)]
     return [(part[-1][0], statistics.mean(value for _, value in part)) for part in parts]
 

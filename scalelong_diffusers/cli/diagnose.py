@@ -152,7 +152,7 @@ def report(
 
 @contextmanager
 def results_folder(output_dir: str | None) -> Iterator[Path | None]:
-    """Lock the folder for the results from the start, so that it is refused before the measurement if it must be."""
+    """Lock the output folder before the measurement, so that a folder in use fails fast."""
     if output_dir is None:
         yield None
         return

@@ -86,8 +86,8 @@ def _varying_skips(diagnosis: Diagnosis, value: float) -> str:
 def _headroom_words(diagnosis: Diagnosis, value: float) -> str:
     headroom = diagnosis.headroom
     return (
-        f"The largest activation, {rounded(headroom.largest)} in {headroom.largest_block}, is {value:.3g} of fp16's "
-        "range"
+        f"The largest activation, {rounded(headroom.largest)} in {headroom.largest_block}, is "
+        f"{rounded(100 * value)} % of the largest fp16 number"
     )
 
 

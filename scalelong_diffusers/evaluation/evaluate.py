@@ -52,7 +52,7 @@ def reference_statistics(
 
     If the file cannot be written, this prints a warning.
     """
-    team = processes()
+    state = processes()
     file = cache_dir / "statistics" / f"{reference.fingerprint(extractor)}.safetensors"
     # If one of several machines lacks the file, all compute the statistics together.
     if all(gather_object([file.is_file()])):
@@ -66,25 +66,25 @@ def reference_statistics(
         "interpolation": transform.interpolation,
     }
     unreadable: set[str] = set()
-    share = reference.batches(batch_size, team.num_processes, team.process_index, unreadable)
+    share = reference.batches(batch_size, state.num_processes, state.process_index, unreadable)
     share = with_progress(share, len(reference), batch_size, "features of the reference")
     statistics = feature_statistics(share, extractor, about)
     statistics.about["unreadable"] = len(set(gather_object(list(unreadable))))
-    if team.is_local_main_process:
+    if state.is_local_main_process:
         try:
             statistics.save(file)
         except OSError as error:  # they took long, and can still be used now
             print_lines(f"warning: the statistics of the reference cannot be saved: {error}", file=sys.stderr)
-    team.wait_for_everyone()
+    state.wait_for_everyone()
     return statistics, file
 
 
 def with_progress(share: Iterable[torch.Tensor], n: int, batch_size: int, label: str) -> Iterator[torch.Tensor]:
     """Wrap the batches of one process in a progress bar, which the main process shows."""
-    team = processes()
-    total = math.ceil(n / (batch_size * team.num_processes))
+    state = processes()
+    total = math.ceil(n / (batch_size * state.num_processes))
     layout = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-    yield from tqdm(share, label, total, disable=not team.is_main_process, bar_format=layout)
+    yield from tqdm(share, label, total, disable=not state.is_main_process, bar_format=layout)
 
 
 def evaluate_images(

@@ -32,9 +32,9 @@ class FeatureExtractor(Protocol):
     def __call__(self, images: torch.Tensor) -> torch.Tensor: ...
 
 
-def load_features(source: str, device: torch.device | str = "cpu", revision: str | None = None) -> FeatureExtractor:
+def load_features(source: str, device: torch.device | str = "cpu") -> FeatureExtractor:
     """Load `"inception"`, or a vision model with its image processor from a folder or the Hub."""
-    return InceptionFeatures(device) if source == INCEPTION else TransformersFeatures(source, device, revision)
+    return InceptionFeatures(device) if source == INCEPTION else TransformersFeatures(source, device)
 
 
 class InceptionFeatures:
@@ -75,8 +75,8 @@ class TransformersFeatures:
     all tokens if the model has no pooler or the checkpoint has no weights for it.
     """
 
-    def __init__(self, source: str, device: torch.device | str = "cpu", revision: str | None = None):
-        self._processor, self._model, missing = _load(source, revision)
+    def __init__(self, source: str, device: torch.device | str = "cpu"):
+        self._processor, self._model, missing = _load(source)
         self._model.to(device).eval().requires_grad_(False)
         self._uses_mean_of_tokens = bool(missing)
         self.name = Path(source).resolve().name if os.path.isdir(source) else source
@@ -112,15 +112,14 @@ class TransformersFeatures:
         return first.shape[1]
 
 
-def _load(source: str, revision: str | None) -> tuple[Any, nn.Module, list[str]]:
+def _load(source: str) -> tuple[Any, nn.Module, list[str]]:
     """Return the image processor, the model, and the names of its missing weights, which only the pooler may have."""
     from transformers import AutoImageProcessor, AutoModel
 
-    options = {"revision": revision, "trust_remote_code": False}
     # The processor that uses Pillow; the one that uses torchvision resizes differently.
-    processor = load_pretrained(AutoImageProcessor.from_pretrained, source, backend="pil", **options)
+    processor = load_pretrained(AutoImageProcessor.from_pretrained, source, backend="pil", trust_remote_code=False)
     model, info = load_pretrained(
-        AutoModel.from_pretrained, source, dtype=torch.float32, output_loading_info=True, **options
+        AutoModel.from_pretrained, source, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
     missing = sorted(info["missing_keys"])
     if others := [key for key in missing if "pooler" not in key]:

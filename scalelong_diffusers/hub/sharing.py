@@ -156,17 +156,11 @@ def write_model_card(
     repo_id: str,
     facts: CardFacts | None = None,
     token: str | None = None,
-    load_options: Mapping[str, Any] | None = None,
 ):
-    """
-    Write the model card and the picture of samples into a folder that will be uploaded.
-
-    `load_options` are the keywords that `from_pretrained` needs to load the pushed files.
-    """
-    load_options = load_options or {}
+    """Write the model card and the picture of samples into a folder that will be uploaded."""
     facts = _add_training_facts(model_or_pipeline, facts or CardFacts())
-    previous = _card_on_hub(repo_id, token, load_options.get("revision"))
-    _write_card(make_card(model_or_pipeline, repo_id, facts, previous, load_options), facts, folder)
+    previous = _card_on_hub(repo_id, token, revision=None)
+    _write_card(make_card(model_or_pipeline, repo_id, facts, previous), facts, folder)
 
 
 def _add_training_facts(model_or_pipeline: ModelMixin | DiffusionPipeline, facts: CardFacts) -> CardFacts:

@@ -56,8 +56,14 @@ class SkipLayout:
     Base class of the layouts, which know where a model keeps its long skips.
 
     A subclass implements `find`. It also implements `add_hooks`, unless the model's own forward calls its
-    `skip_scaler`, `skip_layer` if models of this layout can use `apply_skip_init`, `observe` if they can be
-    diagnosed, and `inner_layers` if they can use `apply_skip_cache`.
+    `skip_scaler`, and the methods of the features that its models can use:
+
+    - `skip_layer`: `apply_skip_init` and `skip_lr_scale`;
+    - `branch_ends`: `zero_init_residual`;
+    - `linear_weights`: `fuse_skip_scaling` and `preserve_output`;
+    - `observe`: diagnoses and probes;
+    - `image_of`: the grids of probes, if hidden states of an image do not have four dimensions;
+    - `inner_layers`: `apply_skip_cache`.
     """
 
     def find(self, model: nn.Module) -> list[LongSkip]:
@@ -79,8 +85,8 @@ class SkipLayout:
     def linear_weights(self, model: nn.Module, skip: LongSkip) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the weights by which each layer multiplies the hidden state and the skip, as views."""
         raise UserError(
-            f"factors cannot move into the weights of this {type(model).__name__}: what reads its long skips is not "
-            "linear, for example a norm"
+            f"factors cannot move into the weights of this {type(model).__name__}: the layers that read its "
+            "long skips are not linear; a norm may come first"
         )
 
     def observe(self, model: nn.Module, observer: SkipObserver, skips: list[LongSkip]) -> list[RemovableHandle]:
@@ -317,7 +323,9 @@ class BlockSkips(SkipLayout):
         ]
 
     def linear_weights(self, model: nn.Module, skip: LongSkip) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        layers = self.linear_layers(model.get_submodule(skip.block)) if self.linear_layers else [None]
+        if self.linear_layers is None:
+            return super().linear_weights(model, skip)
+        layers = self.linear_layers(model.get_submodule(skip.block))
         if not all(isinstance(layer, nn.Linear | nn.Conv1d) for layer in layers):
             return super().linear_weights(model, skip)
         return [layer.weight.tensor_split([skip.hidden_width], dim=1) for layer in layers]
@@ -426,7 +434,7 @@ class ConcatenationHook:
         index, dim = self.skip.index, self.skip.channel_dim
         if self.scaler.is_identity(index) or (self.only_mixes and not self.scaler.changes_hidden(index)):
             return None
-        place = 0 if args else next(iter(kwargs))  # the layers of UNetMotionModel are called with keywords
+        place = _first_place(args, kwargs)
         hidden, skip = argument_at(args, kwargs, place).tensor_split([self.skip.hidden_width], dim)
         return replaced(args, kwargs, {place: torch.cat(self.scaler.combine(hidden, skip, index), dim)})
 
@@ -476,7 +484,7 @@ class ConcatenationObserver:
         self.sees_skip = sees_skip
 
     def before(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        place, index, dim = 0 if args else next(iter(kwargs)), self.skip.index, self.skip.channel_dim
+        place, index, dim = _first_place(args, kwargs), self.skip.index, self.skip.channel_dim
         both = argument_at(args, kwargs, place)
         if self.sees_skip:
             hidden, skip = both.tensor_split([self.skip.hidden_width], dim=dim)
@@ -486,7 +494,7 @@ class ConcatenationObserver:
         return replaced(args, kwargs, {place: both})
 
     def after(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        both = argument_at(args, kwargs, 0 if args else next(iter(kwargs)))
+        both = argument_at(args, kwargs, _first_place(args, kwargs))
         hidden, skip = both.tensor_split([self.skip.hidden_width], dim=self.skip.channel_dim)
         self.observer.meeting(self.skip.index, hidden, skip)
 
@@ -522,6 +530,11 @@ class ScalerObserver:
     def after(self, scaler: SkipScaler, args: tuple, output: tuple):
         hidden, skip, factor = output
         self.observer.meeting(args[2], hidden, skip * factor)
+
+
+def _first_place(args: tuple, kwargs: dict[str, Any]) -> str | int:
+    """Return the place of the first argument, which is a name in UNetMotionModel."""
+    return 0 if args else next(iter(kwargs))
 
 
 def argument_at(args: tuple, kwargs: dict[str, Any], place: str | int) -> Any:

@@ -108,45 +108,24 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         skip_scaling: SkipScalingConfig | Mapping[str, Any] | str = "none",
     ):
         super().__init__()
-        if num_layers % 2 or hidden_size % num_attention_heads:
-            raise UserError(
-                f"num_layers must be even and hidden_size a multiple of num_attention_heads, got {num_layers=}, "
-                f"{hidden_size=} and {num_attention_heads=}"
-            )
-        head_width = hidden_size // num_attention_heads
-        if mup_base_width is not None and mup_base_width % head_width:
-            raise UserError(
-                f"mup_base_width must be a multiple of the head width {head_width} (hidden_size / "
-                f"num_attention_heads), got {mup_base_width}"
-            )
+        _check_widths(num_layers, hidden_size, num_attention_heads, mup_base_width)
         out_channels = in_channels if out_channels is None else out_channels
         height, width = sample_size if isinstance(sample_size, tuple | list) else (sample_size, sample_size)
         self.grid = _patch_grid(height, width, patch_size)
         self.context_length = context_length if cross_attention_dim else 0
         self.num_extra_tokens = 1 + bool(num_class_embeds) + self.context_length
         num_tokens = self.num_extra_tokens + self.grid[0] * self.grid[1]
-        mlp_size = round(hidden_size * mlp_ratio)
         if torch.get_default_device().type != "meta":
-            # The matrices of the blocks and of the skips, and the embeddings.
-            rows = (num_layers + 1) * (4 * hidden_size + 2 * mlp_size) + num_layers * hidden_size
-            rows += num_tokens + (num_class_embeds or 0) + (cross_attention_dim or 0)
-            rows += patch_size**2 * (in_channels + out_channels)
-            check_memory("the weights of this UViTModel", torch.get_default_dtype().itemsize * hidden_size * rows)
+            self._check_memory(num_tokens)
 
         self.patch_embed = nn.Conv2d(in_channels, hidden_size, kernel_size=patch_size, stride=patch_size)
         self.class_embed = nn.Embedding(num_class_embeds, hidden_size) if num_class_embeds else None
         self.context_embed = nn.Linear(cross_attention_dim, hidden_size) if cross_attention_dim else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, hidden_size))
 
-        def blocks(n: int, has_skip: bool) -> nn.ModuleList:
-            return nn.ModuleList(
-                UViTBlock(hidden_size, num_attention_heads, mlp_size, block_scale, self.mup_branch_scale, has_skip)
-                for _ in range(n)
-            )
-
-        self.in_blocks = blocks(num_layers // 2, has_skip=False)
-        self.mid_block = blocks(1, has_skip=False)[0]
-        self.out_blocks = blocks(num_layers // 2, has_skip=True)
+        self.in_blocks = nn.ModuleList(self._make_block(has_skip=False) for _ in range(num_layers // 2))
+        self.mid_block = self._make_block(has_skip=False)
+        self.out_blocks = nn.ModuleList(self._make_block(has_skip=True) for _ in range(num_layers // 2))
         self.norm = nn.LayerNorm(hidden_size)
         ratio = hidden_size / (mup_base_width or hidden_size)
         self.proj_out = MupOutput(hidden_size, patch_size**2 * out_channels, ratio)
@@ -172,6 +151,10 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @property
+    def _mlp_size(self) -> int:
+        return round(self.config.hidden_size * self.config.mlp_ratio)
+
+    @property
     def mup_branch_scale(self) -> float:
         """The factor of the residual branches, and of the learning rate of the skip layers."""
         base = self.config.mup_base_depth
@@ -188,6 +171,25 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                 config, hidden_size=base, num_attention_heads=base * heads // width,
                 mup_base_width=None, mup_base_depth=None,
             )  # fmt: skip
+
+    def _check_memory(self, num_tokens: int):
+        """Check that the matrices of the blocks and of the skips, and the embeddings, fit into memory."""
+        config, width = self.config, self.config.hidden_size
+        rows = (config.num_layers + 1) * (4 * width + 2 * self._mlp_size) + config.num_layers * width
+        rows += num_tokens + (config.num_class_embeds or 0) + (config.cross_attention_dim or 0)
+        rows += config.patch_size**2 * (config.in_channels + (config.out_channels or config.in_channels))
+        check_memory("the weights of this UViTModel", torch.get_default_dtype().itemsize * width * rows)
+
+    def _make_block(self, has_skip: bool) -> "UViTBlock":
+        config = self.config
+        return UViTBlock(
+            config.hidden_size,
+            config.num_attention_heads,
+            self._mlp_size,
+            config.block_scale,
+            self.mup_branch_scale,
+            has_skip,
+        )
 
     def _init_weights(self):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -341,6 +343,20 @@ class UViTModel(SkipScalingMixin, ModelMixin, ConfigMixin, PeftAdapterMixin):
                 f"encoder_hidden_states must have at most context_length={self.context_length} tokens, got {length}, "
                 f"and encoder_attention_mask the same number, got {None if mask is None else mask.shape[1]}"
             )
+
+
+def _check_widths(num_layers: int, hidden_size: int, num_attention_heads: int, mup_base_width: int | None):
+    if num_layers % 2 or hidden_size % num_attention_heads:
+        raise UserError(
+            f"num_layers must be even and hidden_size a multiple of num_attention_heads, got {num_layers=}, "
+            f"{hidden_size=} and {num_attention_heads=}"
+        )
+    head_width = hidden_size // num_attention_heads
+    if mup_base_width is not None and mup_base_width % head_width:
+        raise UserError(
+            f"mup_base_width must be a multiple of the head width {head_width} (hidden_size / "
+            f"num_attention_heads), got {mup_base_width}"
+        )
 
 
 def _patch_grid(height: int, width: int, patch_size: int) -> tuple[int, int]:

@@ -370,7 +370,7 @@ class TrainingConfig(RunConfig):
     @classmethod
     def implied_options(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         if values.get("model_type") == "tiny":
-            return _fitting(TINY_TRAINING, values)
+            return _without_overridden(TINY_TRAINING, values)
         if values.get("preset") is None:
             return {}
         preset = get_preset(values["preset"])
@@ -378,11 +378,11 @@ class TrainingConfig(RunConfig):
             script = preset.task.replace("-", "_")
             accepted = ", ".join(row.name for row in PRESETS.values() if row.task == cls.task)
             raise UserError(f"preset {preset.name} is for train_{script}.py; accepted here: {accepted}")
-        return _fitting(preset.training, values)
+        return _without_overridden(preset.training, values)
 
 
-def _fitting(implied: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the implied options that fit the passed ones, which may have a batch size and a prediction type."""
+def _without_overridden(implied: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out implied options that the passed batch size or prediction type overrides."""
     sizes = ("train_batch_size", "total_batch_size")
     is_set = any(values.get(name) is not None for name in sizes)
     fitting = without_unread_options(implied, values.get("prediction_type"))

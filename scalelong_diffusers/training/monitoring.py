@@ -195,7 +195,7 @@ def _training_images(run: "TrainingRun") -> Reference:
 
 class SkipMonitor:
     """
-    Features and gradients of the long skips, measured in the first batch of each step that `diagnose_steps` names.
+    Features and gradients of the long skips, measured in the first batch of every `diagnose_steps`-th step.
 
     Other steps run without hooks.
     """
@@ -209,7 +209,7 @@ class SkipMonitor:
         self._table: torch.Tensor | None = None
 
     def begin(self):
-        """Measure the next forward and backward pass if the step that begins is such a step."""
+        """Measure the next forward and backward pass if the step is due."""
         step = self.run.global_step + 1
         if self.every and (step % self.every == 0 or step == self.run.size.max_train_steps):
             scaler = self.run.accelerator.scaler

@@ -89,7 +89,11 @@ def reconstruct_ema(
 
 
 def _files_until(run_folder: Path, step: int | None) -> dict[int, Path]:
-    """Return the snapshots up to a step by step. Raise a `UserError` if the run has none or is not finished."""
+    """
+    Return the snapshots up to `step`, as a dict from step to file.
+
+    Raise a `UserError` if the run has none or is not finished.
+    """
     files = snapshot_files(run_folder)
     if not files:
         raise UserError(
@@ -108,9 +112,9 @@ def _files_until(run_folder: Path, step: int | None) -> dict[int, Path]:
     return {number: file for number, file in files.items() if number <= step}
 
 
-def _shorten(steps: Sequence[int], count: int = 4) -> str:
+def _shorten(steps: Sequence[int]) -> str:
     shown = list(map(str, steps))
-    return ", ".join(shown if len(shown) <= 2 * count else [*shown[:count], "...", *shown[-count:]])
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-4:]])
 
 
 def _check_errors(steps: Sequence[int], sigma_rels: Sequence[float], errors: torch.Tensor):

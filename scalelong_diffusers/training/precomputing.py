@@ -100,23 +100,24 @@ class _RowsToEncode:
 
     source: Source
     transform: Transform
-    has_labels: bool
-    has_captions: bool
+    needs_labels: bool
+    needs_captions: bool
     skip_bad: bool
 
     def read(self, index: int, draws: Draws) -> dict[str, Any]:
+        rows = ImageRows(self.source, self.transform, self.needs_labels, self.needs_captions)
         columns = {"unreadable": None}
         try:
-            columns |= ImageRows(self.source, self.transform, self.has_labels, self.has_captions).read(index, draws)
+            columns |= rows.read(index, draws)
             columns.pop("captions", None)  # one of them
         except UnreadableImage as error:
             if not self.skip_bad:
                 raise
             size, channels = self.transform.resolution, self.transform.channels
             columns |= {"pixel_values": np.zeros((size, size, channels), np.uint8), "unreadable": str(error)}
-            columns |= {"labels": self.source.label(index)} if self.has_labels else {}
+            columns |= {"labels": self.source.label(index)} if self.needs_labels else {}
         # A row without captions is unreadable, and its empty text is not used.
-        return columns | ({"all_captions": self.source.captions(index) or [""]} if self.has_captions else {})
+        return columns | ({"all_captions": self.source.captions(index) or [""]} if self.needs_captions else {})
 
     def name(self, index: int) -> str:
         return self.source.name(index)

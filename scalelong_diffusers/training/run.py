@@ -124,25 +124,13 @@ class TrainingRun:
         return self.vae
 
     def load_data(
-        self,
-        needs_labels: bool = False,
-        needs_captions: bool = False,
-        channels: int | None = None,
-        resolution: int | None = None,
+        self, needs_labels: bool = False, needs_captions: bool = False, resolution: int | None = None
     ) -> TrainingData:
-        """
-        Load the data of the config.
-
-        Args:
-            channels: number of image channels; by default the autoencoder's or the images' own.
-            resolution: size of the images if the config does not set it.
-        """
-        if channels is None and self.vae is not None:
-            channels = self.vae.config.in_channels
+        """Load the data of the config. `resolution` is the size of the images if the config does not set it."""
         self.resolution = self.config.data.resolution or resolution
         self.data = load_training_data(
             dataclasses.replace(self.config.data, resolution=self.resolution),
-            channels=channels,
+            channels=None if self.vae is None else self.vae.config.in_channels,
             needs_labels=needs_labels,
             needs_captions=needs_captions,
             seed=self.config.optimization.seed,
@@ -192,14 +180,16 @@ class TrainingRun:
         self._seconds, self._images = 0.0, 0  # since the last log line
         self._skips = SkipMonitor(self, self.trained["unet"])
         with self._released_on_errors():
-            if self.config.output.resume_from_checkpoint is not None:
-                self._resume(self.config.output.resume_from_checkpoint)
+            resumed_from = self.config.output.resume_from_checkpoint
+            if resumed_from is not None:
+                self._resume(resumed_from)
             self._report_settings()
             saving.check_repository(self)
             self.optimizer_step.set_learning_rate(self.global_step)
             evaluates = self.config.monitoring.eval_steps > 0
             self._evaluation = SampleEvaluation.from_run(self) if evaluates else None
-            self._take_folder()  # for a new run only now: if it is refused, it leaves nothing behind
+            if resumed_from is None:
+                self._take_folder()  # only now: if a new run is refused, it leaves nothing behind
             self.write("the settings", self._write_settings)
             if pipeline is not None:
                 self.write("the pipeline", lambda: unfinished.save_parts(self, pipeline()))
@@ -232,20 +222,14 @@ class TrainingRun:
             if options.gradient_checkpointing:
                 _enable_gradient_checkpointing(module)
         if optimizer is None:
-            trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
-            groups = optimizer_groups(options, modules.values(), trained, self.config.start.get("skip_lr_scale"))
-            optimizer = adamw(options, groups)
+            optimizer = self._make_optimizer()
         elif any(mixes_mup_settings(module, optimizer) for module in modules.values()):
             self.print(
                 "warning: the optimizer trains parameters with equal settings that muP trains with different ones, so "
                 "its learning rates are wrong: build it from mup_param_groups(model, ...)"
             )
-        # What is trained: the modules themselves, or sharded copies of them.
-        self.trained = dict(modules)
-        if self.accelerator.is_fsdp2:
-            self._sharded = ShardedModels(self.accelerator, modules)
-            self._sharded.switch(optimizer)
-            self.trained = self._sharded.models
+        # The trained models: the modules, or their sharded copies with FSDP2.
+        self.trained = self._shard(optimizer) if self.accelerator.is_fsdp2 else dict(modules)
         if options.compile:
             for model in self.trained.values():
                 compile_model(model, options.compile_repeated_blocks)
@@ -263,6 +247,17 @@ class TrainingRun:
             self.models = {name: self.accelerator.prepare(module) for name, module in modules.items()}
         scaled = [m for m in (*modules.values(), *self.trained.values()) if isinstance(m, SkipScalingMixin)]
         self._full_strength = {model: model.skip_scaler.config.strength for model in scaled}
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        options, modules = self.config.optimization, self.modules.values()
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        return adamw(options, optimizer_groups(options, modules, trained, self.config.start.get("skip_lr_scale")))
+
+    def _shard(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Module]:
+        """Return sharded copies of the modules, and switch the optimizer to them."""
+        self._sharded = ShardedModels(self.accelerator, self.modules)
+        self._sharded.switch(optimizer)
+        return self._sharded.models
 
     @property
     def writes_shards(self) -> bool:

@@ -147,12 +147,12 @@ class OptimizerStep:
         return scaler is not None and scaler.get_scale() > 1
 
     @torch.no_grad()
-    def nonfinite_weights(self, count: int = 3) -> list[str]:
-        """Return the names of the first parameters with a non-finite entry. All processes must call this."""
+    def nonfinite_weights(self) -> list[str]:
+        """Return the names of the first three parameters with a non-finite entry. All processes must call this."""
         # Not the largest entry, because torch finds none in the empty part of a sharded parameter.
         if full(nn.utils.get_total_norm(self.parameters)).isfinite():
             return []
-        return [name for name, weight in self.named_parameters.items() if not full(weight).isfinite().all()][:count]
+        return [name for name, weight in self.named_parameters.items() if not full(weight).isfinite().all()][:3]
 
 
 def optimizer_groups(

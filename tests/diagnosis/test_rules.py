@@ -71,7 +71,7 @@ def test_peaks_noise_and_headroom(calm):
     full = dataclasses.replace(calm, headroom=Headroom({"mid_block": 3, "out_blocks.0": 32_752}, {}))
     assert applied(full) == ["headroom"]
     (sentence,) = verdict(judge(full), is_trained=True)
-    assert sentence.startswith("The largest activation, 33,000 in out_blocks.0, is 0.5 of fp16's range: fp16 may")
+    assert sentence.startswith("The largest activation, 33,000 in out_blocks.0, is 50 % of the largest fp16 number:")
 
 
 @pytest.mark.parametrize(

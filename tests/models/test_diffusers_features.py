@@ -16,6 +16,7 @@ import scalelong_diffusers
 from scalelong_diffusers import (
     ScaleLongUNet2DModel,
     UserError,
+    apply_skip_init,
     apply_skip_scaling,
     remove_skip_scaling,
     set_skip_scaling_strength,
@@ -214,8 +215,11 @@ class TestOffloading:
     def test_rejects_an_offloaded_model(self, ddpm):
         model = ddpm.build()
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        with pytest.raises(UserError, match=r"weights of this UNet2DModel are offloaded .* patch before offloading"):
+        message = r"weights of this UNet2DModel are on the meta device: load them first, and patch before offloading"
+        with pytest.raises(UserError, match=message):
             apply_skip_scaling(model, "cs")
+        with pytest.raises(UserError, match=message):
+            apply_skip_init(model, "zero")
         assert type(model).__name__ == "UNet2DModel"
 
     def test_disk_offload(self, sd, tmp_path):

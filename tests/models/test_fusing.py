@@ -49,7 +49,7 @@ def test_refuses_models_that_read_their_skips_behind_a_norm(case):
     model = case.build_scaled("cs")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     for move in (fuse_skip_scaling, lambda model: apply_skip_scaling(model, "inv_sqrt2", preserve_output=True)):
-        with pytest.raises(UserError, match=r"factors cannot move into the weights of this .* is not linear"):
+        with pytest.raises(UserError, match=r"factors cannot move into the weights of this .* are not linear"):
             move(model)
     assert model.config.skip_scaling["method"] == "cs"
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
