@@ -147,13 +147,13 @@ def _read_prompts(file: str) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    team = processes()
+    state = processes()
     result = _evaluate(arguments)
-    if team.is_main_process:
+    if state.is_main_process:
         for warning in result["warnings"]:
             print_lines(f"scalelong: warning: {warning}", file=sys.stderr)
         print_lines(json.dumps(result) if arguments.json else _report(result))
-    team.destroy_process_group()
+    state.destroy_process_group()
     return 0
 
 
@@ -234,8 +234,8 @@ class Evaluation:
     ) -> dict[str, Any]:
         """Return the metrics and the settings that they depend on, and append them to a file next to the images."""
         reference, file = statistics
-        team = processes()
-        share = images.batches(self.config.batch_size, team.num_processes, team.process_index)
+        state = processes()
+        share = images.batches(self.config.batch_size, state.num_processes, state.process_index)
         share = with_progress(share, len(images), self.config.batch_size, "features of the images")
         installed = [name for name in VERSIONS_OF if util.find_spec(name.replace("-", "_"))]
         result = {
@@ -249,7 +249,7 @@ class Evaluation:
             "num_features": self.extractor.num_features,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in installed}},
         }
-        if team.is_main_process:
+        if state.is_main_process:
             try:
                 with open(folder / RESULT_FILE, "a", encoding="utf-8") as opened:
                     opened.write(json.dumps(result) + "\n")

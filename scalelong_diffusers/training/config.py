@@ -323,7 +323,7 @@ class RunConfig:
             raise UserError("--diagnose_steps needs hooks, which a compiled model ignores: leave out --compile")
 
     @property
-    def start(self) -> Mapping[str, Any]:
+    def skip_start(self) -> Mapping[str, Any]:
         """How the skip layers start and learn, by flag. Nothing for a trained model."""
         return {}
 
@@ -360,7 +360,7 @@ class TrainingConfig(RunConfig):
         noise_process(self.noise, self.optimization.snr_gamma)  # reports options that do not fit before data is loaded
 
     @property
-    def start(self) -> Mapping[str, Any]:
+    def skip_start(self) -> Mapping[str, Any]:
         model = self.model
         is_built_in = model.preset is None and model.model_config_name_or_path is None
         defaults = BUILT_IN_STARTS[model.model_type or "uvit"] if is_built_in else {}

@@ -91,7 +91,7 @@ def build_model(
     _check_image_size(data, model, factor)
     apply_skip_scaling(model, config.skip_scaling)
     own = {name: stored.get(name, default) for name, default in _DEFAULT_START.items()}
-    start_layers(model, **{n: value if config.start[n] is None else config.start[n] for n, value in own.items()})
+    start_layers(model, **{n: value if config.skip_start[n] is None else config.skip_start[n] for n, value in own.items()})
     return model
 
 

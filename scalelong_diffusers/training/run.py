@@ -251,7 +251,7 @@ class TrainingRun:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         options, modules = self.config.optimization, self.modules.values()
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-        return adamw(options, optimizer_groups(options, modules, trained, self.config.start.get("skip_lr_scale")))
+        return adamw(options, optimizer_groups(options, modules, trained, self.config.skip_start.get("skip_lr_scale")))
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Module]:
         """Return sharded copies of the modules, and switch the optimizer to them."""

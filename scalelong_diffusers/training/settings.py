@@ -71,7 +71,7 @@ def describe_settings(run: "TrainingRun") -> dict[str, Any]:
     scaling = skip_connections(run.modules["unet"]).config
     settings = {
         **flat_options(run.config),
-        **run.config.start,
+        **run.config.skip_start,
         **flat_options(scaling),
         "skip_scaling_options": scaling.options or None,
         **dataclasses.asdict(run.size),

@@ -107,9 +107,9 @@ def test_built_in_models_start_as_recommended_and_presets_as_in_the_paper(tmp_pa
     unet = ScaleLongUNet2DModel.from_pretrained(tmp_path / "unet" / "unet")
     assert not any(end.weight.any() for end in unet.skip_layout.branch_ends(unet))
     preset = make_config(TrainingConfig, preset="cifar10-uvit-s-2")
-    assert set(preset.start.values()) == {None}
+    assert set(preset.skip_start.values()) == {None}
     chosen = make_config(TrainingConfig, skip_init="balanced", model_type="unet")
-    assert chosen.start == {"skip_init": "balanced", "zero_init_residual": True, "skip_lr_scale": 1.0}
+    assert chosen.skip_start == {"skip_init": "balanced", "zero_init_residual": True, "skip_lr_scale": 1.0}
 
 
 def test_two_zeros_are_refused(tmp_path):
