@@ -91,7 +91,8 @@ def build_model(
     _check_image_size(data, model, factor)
     apply_skip_scaling(model, config.skip_scaling)
     own = {name: stored.get(name, default) for name, default in _DEFAULT_START.items()}
-    start_layers(model, **{n: value if config.skip_start[n] is None else config.skip_start[n] for n, value in own.items()})
+    given = config.skip_start
+    start_layers(model, **{name: value if given[name] is None else given[name] for name, value in own.items()})
     return model
 
 
