@@ -18,7 +18,7 @@ RATES = {
     UNET: {"plain": 4e-3, "residual": 4e-3},
     SHAPES: {"plain, eps 1e-10": 2e-3, "residual": 1.6e-2},
 }
-LABELS = {"plain, eps 1e-10": "plain"}
+LABELS = {"plain, eps 1e-10": "plain", CONDITIONED: "self-conditioning"}
 SEEDS = (1, 2, 3)
 RUNS = [
     Run(workload, method, rate, seed=seed)

@@ -175,9 +175,13 @@ _LINE_HEIGHT = 15
 
 
 def _apart(heights: dict[str, float]) -> dict[str, float]:
-    """Move labels up, starting with the lowest one, so that they do not overlap."""
+    """Move labels up, starting with the lowest one, so that they do not overlap, and down if they leave the chart."""
     placed, limit = {}, HEIGHT
     for name, height in sorted(heights.items(), key=lambda item: -item[1]):
         placed[name] = min(height, limit)
         limit = placed[name] - _LINE_HEIGHT
+    limit = _TOP
+    for name in reversed(placed):
+        placed[name] = max(placed[name], limit)
+        limit = placed[name] + _LINE_HEIGHT
     return placed

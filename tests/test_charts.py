@@ -1,10 +1,11 @@
 """Charts as SVG."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
-from scalelong_diffusers.charts import chart, even_values, round_values
+from scalelong_diffusers.charts import Panel, chart, even_values, figure, round_values
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,11 @@ def test_labels_of_the_axis_are_where_they_belong():
     points = re.findall(r"([\d.]+),[\d.]+", re.search(r'points="([^"]*)"', drawing).group(1))
     assert [int(step) for _, step in labels] == [1, 2, 4, 5, 6]
     assert all(place == points[int(step) - 1] for place, step in labels)
+
+
+def test_labels_stay_in_the_chart():
+    ends = {f"curve {k}": [(0, k), (1, 100 + k / 100)] for k in range(5)}
+    content = figure([Panel("loss", ends, linear=True)], "title", dark=False)
+    heights = sorted(float(height) for height in re.findall(r'y="([\d.]+)">curve', content))
+    assert heights[0] > 20
+    assert all(b - a >= 15 for a, b in pairwise(heights))
