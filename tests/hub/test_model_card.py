@@ -22,7 +22,7 @@ from scalelong_diffusers import (
     apply_skip_scaling,
     skip_connections,
 )
-from scalelong_diffusers.hub.model_card import END, START, make_card
+from scalelong_diffusers.hub.model_card import END, START, last_samples, make_card
 
 
 def uvit(skip_scaling="cs", **config):
@@ -247,3 +247,11 @@ def test_names_the_base_model(pipe):
     assert (card.data.base_model, card.data.base_model_relation) == ("some/base", "finetune")
     again = make_card(pipe, "user/model", CardFacts(), previous=str(card))
     assert (again.data.base_model, again.data.base_model_relation) == ("some/base", "finetune")
+
+
+def test_shows_the_newest_samples_of_a_long_run(tmp_path):
+    (tmp_path / "samples").mkdir()
+    for step, shade in ((999_000, 10), (1_000_000, 200)):
+        Image.new("L", (2, 2), shade).save(tmp_path / "samples" / f"step-{step:06d}.png")
+    assert last_samples(tmp_path).getpixel((0, 0)) == 200
+    assert last_samples(tmp_path / "samples") is None

@@ -141,7 +141,8 @@ def test_latents(train, vae, tmp_path, model_type):
 def test_a_sample_size_can_be_a_pair(train, tmp_path):
     config = {"sample_size": [8, 8], "patch_size": 2, "hidden_size": 16, "num_layers": 4, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UViTModel", **config}))
-    train(tmp_path / "run", model_config_name_or_path=tmp_path / "config.json", max_train_steps=1)
+    folder = train(tmp_path / "run", model_config_name_or_path=tmp_path / "config.json", max_train_steps=1)
+    assert list(ScaleLongUnconditionalPipeline.from_pretrained(folder).unet.config.sample_size) == [8, 8]
 
 
 def test_latents_follow_the_distribution_of_the_autoencoder(vae):

@@ -46,7 +46,9 @@ def test_samples_the_latest_checkpoint_with_ema_weights(launch, tmp_path, capsys
         assert np.array_equal(first, second)
     # A checkpoint can be named, and a damaged one is refused.
     assert sample(checkpoint, "--output_dir", tmp_path / "images") == 0
-    assert "2 images, 0 of them new" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 images, 0 of them new" in printed
+    assert "is not finished" not in printed
     (checkpoint / "unet_ema" / "config.json").write_text("{}")
     assert sample(checkpoint, "--output_dir", tmp_path / "others") == 2
     assert "unet_ema/config.json has changed since it was written" in capsys.readouterr().err
