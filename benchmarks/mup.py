@@ -20,7 +20,8 @@ size 4. A patch has 16 values, fewer than the narrowest model has channels, so t
 predict. The rates are powers of 2, from 2^-12 to 2^-4. From the middle, they are tried outwards until two in a row end
 above 1.25 times the lowest loss, or diverge. The final loss is the mean of the last three of ten validations in EMA
 weights. The residual start is also trained with 20 and 28 layers, with `mup_base_depth` and without. The U-Net
-has three levels, 16, 32 or 64 channels at the highest resolution, and a last layer that starts at zero.
+has three levels, 16, 32 or 64 channels at the highest resolution, and a last layer that starts at zero. The best rate
+of each model is repeated with two more seeds.
 
 Each run is a process with one thread. To resume after an interruption, run the same command again.
 """
@@ -32,7 +33,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ UNET = "U-Net"
 RATE_METHODS = ("residual", UNET, "plain")
 WIDTHS, DEPTHS = (32, 64, 128, 256), (12, 20, 28)
 UNET_WIDTHS, UNET_LAYERS = (16, 32, 64), 3
-EXPONENTS, TOO_HIGH, OUTWARDS = range(-12, -3), 1.25, 2
+EXPONENTS, TOO_HIGH, OUTWARDS, SEEDS = range(-12, -3), 1.25, 2, (0, 1, 2)
 RESOLUTION, PATCH_SIZE = 16, 4
 STEPS, VALIDATIONS = 500, 10
 TRAINING = {
@@ -281,6 +282,20 @@ def depth_table(results: ResultFile[Check]) -> str:
 
 
 @dataclass(frozen=True)
+class Basin:
+    """A model that is trained with several learning rates."""
+
+    method: str
+    has_mup: bool
+    width: int
+    layers: int
+    has_base_depth: bool = False
+
+    def run(self, exponent: int, seed: int = SEEDS[0]) -> "RateRun":
+        return RateRun(**asdict(self), exponent=exponent, seed=seed)
+
+
+@dataclass(frozen=True)
 class RateRun:
     """A training with the learning rate 2^exponent."""
 
@@ -290,7 +305,7 @@ class RateRun:
     layers: int
     has_base_depth: bool
     exponent: int
-    seed: int = 0
+    seed: int
 
     @property
     def name(self) -> str:
@@ -330,31 +345,32 @@ _UNET_CONFIG = {
     "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
     "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
 }
-Basin = partial[RateRun]
 
 
-def basins(method: str) -> list[Basin]:
-    """Return the models of a method, which are trained with several learning rates."""
-    over_width = [basin for has_mup in (True, False) for basin in basins_over_width(method, has_mup)]
-    if method != "residual":
-        return over_width
-    over_depth = [
-        partial(RateRun, method, True, BASE_WIDTH, layers, has_base_depth)
-        for layers in DEPTHS
-        if layers != BASE_DEPTH
-        for has_base_depth in (False, True)
+def basins() -> list[Basin]:
+    """Return the models that are trained with several learning rates, in the order of their runs."""
+    over_width = [
+        basin for method in RATE_METHODS for has_mup in (True, False) for basin in over_widths(method, has_mup)
     ]
-    return over_width + over_depth
+    over_depth = [basin for has_base_depth in (False, True) for basin in over_depths(has_base_depth)]
+    return list(dict.fromkeys(over_width + over_depth))
 
 
-def basins_over_width(method: str, has_mup: bool) -> list[Basin]:
+def over_widths(method: str, has_mup: bool) -> list[Basin]:
+    """Return a method's models of several widths. At the base width, muP changes nothing and stands for both."""
     widths, layers = (UNET_WIDTHS, UNET_LAYERS) if method == UNET else (WIDTHS, BASE_DEPTH)
-    return [partial(RateRun, method, has_mup, width, layers, False) for width in widths]
+    base = UNET_WIDTHS[0] if method == UNET else BASE_WIDTH
+    return [Basin(method, has_mup or width == base, width, layers) for width in widths]
+
+
+def over_depths(has_base_depth: bool) -> list[Basin]:
+    """Return the residual models of several depths. At the base depth, `mup_base_depth` changes nothing."""
+    return [Basin("residual", True, BASE_WIDTH, n, has_base_depth and n != BASE_DEPTH) for n in DEPTHS]
 
 
 def next_exponents(results: ResultFile[RateRun], basin: Basin) -> list[int]:
     """Return the learning rates that are still to be tried."""
-    losses = {k: final_loss(results, basin(k)) for k in EXPONENTS if basin(k) in results}
+    losses = {k: final_loss(results, basin.run(k)) for k in EXPONENTS if basin.run(k) in results}
     middle, lowest = EXPONENTS[len(EXPONENTS) // 2], min(losses.values(), default=math.inf)
     if middle not in losses:
         return [middle]
@@ -369,8 +385,21 @@ def next_exponents(results: ResultFile[RateRun], basin: Basin) -> list[int]:
     return waiting
 
 
-def planned_rates(results: ResultFile[RateRun], method: str) -> list[RateRun]:
-    return [basin(k) for basin in basins(method) for k in next_exponents(results, basin)]
+def planned_rates(results: ResultFile[RateRun]) -> list[RateRun]:
+    return [run for basin in basins() for run in next_runs(results, basin)]
+
+
+def next_runs(results: ResultFile[RateRun], basin: Basin) -> list[RateRun]:
+    """Return the next learning rates of the first seed. If they are finished, return the best one's other seeds."""
+    if exponents := next_exponents(results, basin):
+        return [basin.run(k) for k in exponents]
+    best = best_exponent(results, basin)
+    return [run for seed in SEEDS[1:] if (run := basin.run(best, seed)) not in results]
+
+
+def best_exponent(results: ResultFile[RateRun], basin: Basin) -> int:
+    losses = basin_losses(results, basin)
+    return min(losses, key=losses.get)
 
 
 class RateScheduler(Scheduler[RateRun]):
@@ -397,8 +426,7 @@ def run_rates(results: ResultFile[RateRun], arguments: argparse.Namespace):
     folder.mkdir(parents=True, exist_ok=True)
     with results.locked():
         scheduler = RateScheduler(folder, data_source(arguments.data, folder), results, arguments.jobs)
-        for method in RATE_METHODS:
-            scheduler.run_all(partial(planned_rates, results, method))
+        scheduler.run_all(partial(planned_rates, results))
 
 
 def final_loss(results: ResultFile[RateRun], run: RateRun) -> float:
@@ -411,25 +439,62 @@ def final_loss(results: ResultFile[RateRun], run: RateRun) -> float:
 
 def basin_losses(results: ResultFile[RateRun], basin: Basin) -> dict[int, float]:
     """Return the final losses by exponent."""
-    return {k: final_loss(results, basin(k)) for k in EXPONENTS if basin(k) in results}
+    return {k: final_loss(results, basin.run(k)) for k in EXPONENTS if basin.run(k) in results}
 
 
 def rate_table(results: ResultFile[RateRun]) -> str:
+    """Return the final losses of the first seed over the learning rates."""
+    rows = []
+    for basin in basins():
+        losses = basin_losses(results, basin)
+        if not losses:
+            continue
+        cells = [
+            "" if k not in losses else f"{losses[k]:.4f}" if math.isfinite(losses[k]) else "diverges"
+            for k in EXPONENTS
+        ]
+        best = best_exponent(results, basin) - EXPONENTS[0]
+        cells[best] = f"**{cells[best]}**"
+        depth = f"{basin.layers}{' (scaled)' if basin.has_base_depth else ''}"
+        rows.append([basin.method, MUP if basin.has_mup else STANDARD, str(basin.width), depth, *cells])
+    return markdown_table(("method", "", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
+
+
+def transfer_table(results: ResultFile[RateRun]) -> str:
+    """
+    Return the best rates of the models that are finished, the losses with all seeds, and how much worse the largest
+    model is with the best rate of the base model.
+    """
     rows = []
     for method in RATE_METHODS:
-        for basin in basins(method):
-            losses = basin_losses(results, basin)
-            if not losses:
-                continue
-            run, best = basin(0), min(losses, key=losses.get)
-            cells = [
-                "" if k not in losses else f"{losses[k]:.4f}" if math.isfinite(losses[k]) else "diverges"
-                for k in EXPONENTS
-            ]
-            cells[best - EXPONENTS[0]] = f"**{cells[best - EXPONENTS[0]]}**"
-            depth = f"{run.layers}{' (scaled)' if run.has_base_depth else ''}"
-            rows.append([method, "muP" if run.has_mup else STANDARD, str(run.width), depth, *cells])
-    return markdown_table(("method", "", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
+        for has_mup in (True, False):
+            models = over_widths(method, has_mup)
+            base = UNET_WIDTHS[0] if method == UNET else BASE_WIDTH
+            name = MUP if has_mup else STANDARD
+            rows.append([method, name, *_transfer(results, {f"width {b.width}": b for b in models}, f"width {base}")])
+    for has_base_depth in (False, True):
+        name = "muP, depth scaled" if has_base_depth else MUP
+        models = {f"{basin.layers} layers": basin for basin in over_depths(has_base_depth)}
+        rows.append(["residual", name, *_transfer(results, models, f"{BASE_DEPTH} layers")])
+    heads = ("method", "", "models", "best rates", "final losses", "largest model at the base's rate")
+    return markdown_table(heads, [row for row in rows if len(row) == len(heads)])
+
+
+def _transfer(results: ResultFile[RateRun], models: dict[str, Basin], base: str) -> list[str]:
+    if any(next_runs(results, basin) for basin in models.values()):
+        return []
+    best = {name: best_exponent(results, basin) for name, basin in models.items()}
+    seeds = [[final_loss(results, models[name].run(k, seed)) for seed in SEEDS] for name, k in best.items()]
+    largest = list(models)[-1]
+    losses = basin_losses(results, models[largest])
+    # A rate that was not tried lies beyond two that are too high.
+    cost = losses.get(best[base], math.inf) / losses[best[largest]] - 1
+    return [
+        ", ".join(models),
+        ", ".join(f"2^{k}" for k in best.values()),
+        ", ".join(f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in seeds),
+        f"{cost:+.1%}" if math.isfinite(cost) else "diverges",
+    ]
 
 
 # Report
@@ -440,14 +505,15 @@ def report(checks: ResultFile[Check], rates: ResultFile[RateRun]) -> str:
     sections = {}
     if all(check in checks for check in planned_checks()):
         sections = {"Coordinate check": width_table(checks), "Coordinate check over the depth": depth_table(checks)}
+    sections["Best learning rates"] = transfer_table(rates)
     sections["Learning rates"] = rate_table(rates)
     return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
 
 
 def draw_figure(results: ResultFile[RateRun], method: str = "residual"):
     """Draw the final loss over the learning rate for each width, without muP and with it, for light and dark pages."""
-    plan = {has_mup: basins_over_width(method, has_mup) for has_mup in (False, True)}
-    if not all(next_exponents(results, basin) == [] for both in plan.values() for basin in both):
+    models = {has_mup: over_widths(method, has_mup) for has_mup in (False, True)}
+    if any(next_exponents(results, basin) for basin in models[False] + models[True]):
         return
     for name, (text, line, colors) in {"light": _LIGHT, "dark": _DARK}.items():
         strokes = "".join(
@@ -455,10 +521,10 @@ def draw_figure(results: ResultFile[RateRun], method: str = "residual"):
             for width, color, dashes in zip(WIDTHS, colors, _DASHES)
         )
         charts = []
-        for has_mup, both in plan.items():
+        for has_mup, row in models.items():
             curves = {
                 f"w{width}": [(k, loss) for k, loss in basin_losses(results, basin).items() if math.isfinite(loss)]
-                for width, basin in zip(WIDTHS, both)
+                for width, basin in zip(WIDTHS, row)
             }
             content = chart(
                 curves, f"final validation loss, {'with muP' if has_mup else 'standard parametrization'}",

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from functools import partial
 
 import pytest
 
@@ -18,14 +17,14 @@ def mup(benchmark):
 @pytest.fixture
 def rates(mup, tmp_path):
     """Return a function that writes {exponent: final loss} of one model, and reads the results."""
-    basin = partial(mup.RateRun, "residual", True, 64, 12, False)
+    basin = mup.Basin("residual", True, 64, 12)
 
     def make(losses):
         results = ResultFile(tmp_path / "rates.jsonl", mup.RateRun)
         for k, loss in losses.items():
             stopped = None if math.isfinite(loss) else "not finite"
             curve = [[50 * (step + 1), 1.0 if step == 0 else loss, 1.0] for step in range(10)]
-            results.add(basin(k), {"stopped": stopped, "evaluations": curve if stopped is None else []})
+            results.add(basin.run(k), {"stopped": stopped, "evaluations": curve if stopped is None else []})
         return results, basin
 
     return make
@@ -46,9 +45,31 @@ def test_learning_rates_are_tried_from_the_middle_outwards(mup, rates, losses, w
     assert sorted(mup.next_exponents(*rates(losses))) == sorted(waiting)
 
 
+def test_best_rate_is_repeated_with_other_seeds(mup, rates):
+    results, basin = rates({-8: 0.1, -9: 0.2, -10: 0.2, -7: 0.09, -6: 0.3, -5: 0.3})
+    assert mup.next_runs(results, basin) == [basin.run(-7, seed) for seed in mup.SEEDS[1:]]
+    for run in mup.next_runs(results, basin):
+        results.add(run, {"stopped": None, "evaluations": [[50, 1.0, 1.0], [100, 0.08, 1.0]]})
+    assert mup.next_runs(results, basin) == []
+
+
+def test_transfer_table_compares_the_rates_of_the_largest_model(mup, rates):
+    results, _ = rates({})
+    for model in mup.over_widths("residual", True):
+        best = -9 if model.width == 256 else -8
+        for k in mup.EXPONENTS:
+            for seed in mup.SEEDS:
+                loss = 0.1 * (1 + abs(k - best) / 5 + seed / 10)
+                run = model.run(k, seed)
+                results.add(run, {"stopped": None, "evaluations": [[50, 1.0, 1.0]] + [[100, loss, 1.0]] * 3})
+    row = mup.transfer_table(results).splitlines()[-1]
+    assert "| 2^-8, 2^-8, 2^-8, 2^-9 | 0.1100 ± 0.0100, " in row
+    assert row.endswith("| +20.0% |")
+
+
 def test_final_loss_is_infinite_for_diverged_runs(mup, rates):
     results, basin = rates({-8: 0.25, -7: 1.5, -6: math.inf})
-    assert [mup.final_loss(results, basin(k)) for k in (-8, -7, -6)] == [0.25, math.inf, math.inf]
+    assert [mup.final_loss(results, basin.run(k)) for k in (-8, -7, -6)] == [0.25, math.inf, math.inf]
 
 
 def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
@@ -56,18 +77,17 @@ def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
     from scalelong_diffusers.training import TrainingConfig, parse_config
 
     scheduler = mup.RateScheduler(tmp_path, {}, rates({})[0], jobs=1)
-    for method in mup.RATE_METHODS:
-        for basin in mup.basins(method):
-            run = basin(-8)
-            settings = {**scheduler.settings(run), "output_dir": tmp_path}
-            config = parse_config(TrainingConfig, "", [f"--{name}={value}" for name, value in settings.items()])
-            assert config.optimization.learning_rate == 2**-8
-            if method == mup.UNET:
-                continue
-            model = UViTModel.from_config(run.model)
-            assert model.config.hidden_size // model.config.num_attention_heads == mup.HEAD_WIDTH
-            assert model.config.mup_base_width == (64 if run.has_mup else None)
-    names = [basin(k).name for method in mup.RATE_METHODS for basin in mup.basins(method) for k in mup.EXPONENTS]
+    for basin in mup.basins():
+        run = basin.run(-8)
+        settings = {**scheduler.settings(run), "output_dir": tmp_path}
+        config = parse_config(TrainingConfig, "", [f"--{name}={value}" for name, value in settings.items()])
+        assert config.optimization.learning_rate == 2**-8
+        if run.method == mup.UNET:
+            continue
+        model = UViTModel.from_config(run.model)
+        assert model.config.hidden_size // model.config.num_attention_heads == mup.HEAD_WIDTH
+        assert model.config.mup_base_width == (64 if run.has_mup else None)
+    names = [basin.run(k).name for basin in mup.basins() for k in mup.EXPONENTS]
     assert len(set(names)) == len(names)
 
 
@@ -98,9 +118,9 @@ def test_tables_of_the_docs_page_match_the_finished_runs(mup, project_root):
     checks = read(project_root / "benchmarks" / "mup_coordinates.jsonl", mup.Check)
     assert mup.width_table(checks) in page
     assert mup.depth_table(checks) in page
-    table = mup.rate_table(read(project_root / "benchmarks" / "mup_rates.jsonl", mup.RateRun))
-    if table.startswith("|"):  # some runs have finished
-        assert table in page
+    results = read(project_root / "benchmarks" / "mup_rates.jsonl", mup.RateRun)
+    assert mup.rate_table(results) in page
+    assert mup.transfer_table(results) in page
 
 
 def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
@@ -109,9 +129,9 @@ def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
     mup.draw_figure(results)
     assert not list(tmp_path.glob("*.svg"))
     for has_mup in (True, False):
-        for width in mup.WIDTHS:
+        for basin in mup.over_widths("residual", has_mup):
             for k in mup.EXPONENTS:
-                run = mup.RateRun("residual", has_mup, width, 12, False, k)
+                run = basin.run(k)
                 if run not in results:
                     curve = [[50, 1.0, 1.0]] + [[100, 0.1 + abs(k + 8) / 50, 1.0]] * 9
                     results.add(run, {"stopped": None, "evaluations": curve})
@@ -131,7 +151,7 @@ def test_unets_train_with_the_settings_of_mup(mup, rates, tmp_path, monkeypatch)
     monkeypatch.setattr(
         mup, "_UNET_CONFIG", {**mup._UNET_CONFIG, "sample_size": 8, "in_channels": 3, "out_channels": 3}
     )
-    run = mup.RateRun(mup.UNET, True, 32, 3, False, -7)
+    run = mup.Basin(mup.UNET, True, 32, 3).run(-7)
     scheduler.run_all(lambda: [run])
     log = [json.loads(line) for line in (tmp_path / f"{run.name}.jsonl").read_text().splitlines()]
     assert [line["lr"] for line in log] == [2**-7] * 2
