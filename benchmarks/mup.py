@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 from scalelong_diffusers import UViTModel
-from scalelong_diffusers.charts import HEIGHT, WIDTH, chart
+from scalelong_diffusers.charts import Panel, figure
 from scalelong_diffusers.errors import UserError
 from scalelong_diffusers.experiments.fashion_mnist import data_source
 from scalelong_diffusers.experiments.results import ResultFile
@@ -468,29 +468,27 @@ def transfer_table(results: ResultFile[RateRun]) -> str:
     rows = []
     for method in RATE_METHODS:
         for has_mup in (True, False):
-            models = over_widths(method, has_mup)
+            models = {basin.width: basin for basin in over_widths(method, has_mup)}
             base = UNET_WIDTHS[0] if method == UNET else BASE_WIDTH
-            name = MUP if has_mup else STANDARD
-            rows.append([method, name, *_transfer(results, {f"width {b.width}": b for b in models}, f"width {base}")])
+            rows.append([method, MUP if has_mup else STANDARD, "width", *_transfer(results, models, base)])
     for has_base_depth in (False, True):
+        models = {basin.layers: basin for basin in over_depths(has_base_depth)}
         name = "muP, depth scaled" if has_base_depth else MUP
-        models = {f"{basin.layers} layers": basin for basin in over_depths(has_base_depth)}
-        rows.append(["residual", name, *_transfer(results, models, f"{BASE_DEPTH} layers")])
-    heads = ("method", "", "models", "best rates", "final losses", "largest model at the base's rate")
+        rows.append(["residual", name, "layers", *_transfer(results, models, BASE_DEPTH)])
+    heads = ("method", "", "", "models", "best rates", "final losses", "largest model at the base's rate")
     return markdown_table(heads, [row for row in rows if len(row) == len(heads)])
 
 
-def _transfer(results: ResultFile[RateRun], models: dict[str, Basin], base: str) -> list[str]:
+def _transfer(results: ResultFile[RateRun], models: dict[int, Basin], base: int) -> list[str]:
     if any(next_runs(results, basin) for basin in models.values()):
         return []
-    best = {name: best_exponent(results, basin) for name, basin in models.items()}
-    seeds = [[final_loss(results, models[name].run(k, seed)) for seed in SEEDS] for name, k in best.items()]
-    largest = list(models)[-1]
-    losses = basin_losses(results, models[largest])
+    best = {size: best_exponent(results, basin) for size, basin in models.items()}
+    seeds = [[final_loss(results, models[size].run(k, seed)) for seed in SEEDS] for size, k in best.items()]
+    largest = basin_losses(results, models[max(models)])
     # A rate that was not tried lies beyond two that are too high.
-    cost = losses.get(best[base], math.inf) / losses[best[largest]] - 1
+    cost = largest.get(best[base], math.inf) / largest[best[max(models)]] - 1
     return [
-        ", ".join(models),
+        ", ".join(map(str, models)),
         ", ".join(f"2^{k}" for k in best.values()),
         ", ".join(f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in seeds),
         f"{cost:+.1%}" if math.isfinite(cost) else "diverges",
@@ -515,37 +513,19 @@ def draw_figure(results: ResultFile[RateRun], method: str = "residual"):
     models = {has_mup: over_widths(method, has_mup) for has_mup in (False, True)}
     if any(next_exponents(results, basin) for basin in models[False] + models[True]):
         return
-    for name, (text, line, colors) in {"light": _LIGHT, "dark": _DARK}.items():
-        strokes = "".join(
-            f".curve.w{width} {{ stroke: {color}; stroke-dasharray: {dashes}; }} text.w{width} {{ fill: {color}; }} "
-            for width, color, dashes in zip(WIDTHS, colors, _DASHES)
-        )
-        charts = []
-        for has_mup, row in models.items():
-            curves = {
-                f"w{width}": [(k, loss) for k, loss in basin_losses(results, basin).items() if math.isfinite(loss)]
-                for width, basin in zip(WIDTHS, row)
-            }
-            content = chart(
-                curves, f"final validation loss, {'with muP' if has_mup else 'standard parametrization'}",
-                first=EXPONENTS[0], right=90, labels={f"w{width}": f"width {width}" for width in WIDTHS},
-                axis="log2 of the learning rate",
-            )  # fmt: skip
-            charts.append(f'<svg x="{has_mup * WIDTH}" width="{WIDTH}" height="{HEIGHT}">{content}</svg>')
-        style = (
-            f"text {{ fill: {text}; font: 14px system-ui, sans-serif; }} .axis {{ stroke: {line}; }} "
-            f".curve {{ fill: none; stroke-width: 2; }} {strokes}"
-        )
-        title = "Final loss over the learning rate, for four widths"
-        (FIGURES / f"mup-{name}.svg").write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" role="img" '
-            f'aria-label="{title}"><title>{title}</title><style>{style}</style>{"".join(charts)}</svg>\n'
-        )
-
-
-_LIGHT = ("#59636e", "#d1d9e0", ("#9a3412", "#15803d", "#1d4ed8", "#7e22ce"))
-_DARK = ("#9198a1", "#3d444d", ("#fdba74", "#86efac", "#93c5fd", "#d8b4fe"))
-_DASHES = ("7 4", "2 3", "10 3 2 3", "none")
+    panels = []
+    for has_mup, row in models.items():
+        curves = {
+            f"width {basin.width}": [
+                (k, loss) for k, loss in basin_losses(results, basin).items() if math.isfinite(loss)
+            ]
+            for basin in row
+        }
+        name = f"final validation loss, {'with muP' if has_mup else 'standard parametrization'}"
+        panels.append(Panel(name, curves, "log2 of the learning rate", EXPONENTS[0], mark_lowest=True))
+    title = "Final loss over the learning rate, for four widths"
+    for name in ("light", "dark"):
+        (FIGURES / f"mup-{name}.svg").write_text(figure(panels, title, dark=name == "dark"))
 
 
 if __name__ == "__main__":

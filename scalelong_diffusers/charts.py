@@ -21,6 +21,7 @@ def chart(
     thin: dict[str, list[Curve]] | None = None,
     axis: str = "training step",
     linear: bool = False,
+    mark_lowest: bool = False,
 ) -> str:
     """
     Return the content of an `svg` element with a view box of WIDTH x HEIGHT.
@@ -34,6 +35,7 @@ def chart(
         thin: more curves by class, drawn behind the others. They also have the class "thin".
         axis: name of the horizontal axis.
         linear: draw a linear value axis. The default is logarithmic.
+        mark_lowest: draw a dot at the lowest value of each curve.
     """
     on_axis = float if linear else math.log10
     lines = [(style, curve) for style, several in (thin or {}).items() for curve in several]
@@ -65,6 +67,10 @@ def chart(
     for style, curve in lines:
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
         parts.append(f'<polyline class="curve {style}" points="{points}"/>')
+    if mark_lowest:
+        for style, curve in curves.items():
+            step, value = min(curve, key=lambda point: point[1])
+            parts.append(f'<circle class="{style}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="5"/>')
     if labels:
         ends = {style: y(curves[style][-1][1]) for style in labels}
         for style, height in _apart(ends).items():
@@ -84,6 +90,7 @@ class Panel:
         axis: name of the horizontal axis, which starts at `first`.
         thin: more curves by label, drawn behind the others.
         linear: draw a linear value axis. The default is logarithmic.
+        mark_lowest: draw a dot at the lowest value of each curve.
     """
 
     name: str
@@ -92,6 +99,7 @@ class Panel:
     first: int = 0
     thin: dict[str, list[Curve]] = field(default_factory=dict)
     linear: bool = False
+    mark_lowest: bool = False
 
 
 # Text, lines and curves on light and dark pages. Dashes tell curves apart without color.
@@ -106,7 +114,8 @@ def figure(panels: Sequence[Panel], title: str, dark: bool) -> str:
     text, line, colors = _DARK if dark else _LIGHT
     styles = {label: f"c{k}" for k, label in enumerate(dict.fromkeys(name for p in panels for name in p.curves))}
     strokes = "".join(
-        f".curve.{style} {{ stroke: {color}; stroke-dasharray: {dashes}; }} text.{style} {{ fill: {color}; }} "
+        f".curve.{style} {{ stroke: {color}; stroke-dasharray: {dashes}; }} "
+        f"text.{style}, circle.{style} {{ fill: {color}; }} "
         for style, color, dashes in zip(styles.values(), colors, _DASHES, strict=False)
     )
     style = (
@@ -134,6 +143,7 @@ def _drawing(panel: Panel, styles: dict[str, str]) -> str:
         panel.name, first=panel.first, right=_LABEL_WIDTH, axis=panel.axis,
         labels={styles[label]: label for label in panel.curves},
         thin={styles[label]: curves for label, curves in panel.thin.items()}, linear=panel.linear,
+        mark_lowest=panel.mark_lowest,
     )  # fmt: skip
 
 
