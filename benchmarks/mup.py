@@ -18,10 +18,10 @@ Learning rates: the package's script on Fashion-MNIST at 16 x 16 pixels, batches
 and then a constant rate, AdamW with weight decay 0.03, clipping at 1, EMA decay of at most 0.99, 12 layers and patch
 size 4. A patch has 16 values, fewer than the narrowest model has channels, so that no width limits what a model can
 predict. The rates are powers of 2, from 2^-12 to 2^-4. From the middle, they are tried outwards until two in a row end
-above 1.25 times the lowest loss, or diverge. The final loss is the mean of the last three of ten validations in EMA
-weights. The residual start is also trained with 20 and 28 layers, with `mup_base_depth` and without. The U-Net
-has three levels, 16, 32 or 64 channels at the highest resolution, and a last layer that starts at zero. The best rate
-of each model is repeated with two more seeds.
+above 1.25 times the lowest loss, or diverge: they stop, or end above 0.8. The final loss is the mean of the last three
+of ten validations in EMA weights. The residual start is also trained with 20 and 28 layers, with `mup_base_depth` and
+without. The U-Net has three levels, 16, 32 or 64 channels at the highest resolution, and a last layer that starts at
+zero. Two more seeds repeat the best rate of each model, and the largest model at the best rate of the base model.
 
 Each run is a process with one thread. To resume after an interruption, run the same command again.
 """
@@ -71,6 +71,7 @@ RATE_METHODS = ("residual", UNET, "plain")
 WIDTHS, DEPTHS = (32, 64, 128, 256), (12, 20, 28)
 UNET_WIDTHS, UNET_LAYERS = (16, 32, 64), 3
 EXPONENTS, TOO_HIGH, OUTWARDS, SEEDS = range(-12, -3), 1.25, 2, (0, 1, 2)
+DIVERGED = 0.8  # a model that predicts zero has a loss of 1
 RESOLUTION, PATCH_SIZE = 16, 4
 STEPS, VALIDATIONS = 500, 10
 TRAINING = {
@@ -282,7 +283,7 @@ def depth_table(results: ResultFile[Check]) -> str:
 
 
 @dataclass(frozen=True)
-class Basin:
+class RateSweep:
     """A model that is trained with several learning rates."""
 
     method: str
@@ -295,15 +296,10 @@ class Basin:
         return RateRun(**asdict(self), exponent=exponent, seed=seed)
 
 
-@dataclass(frozen=True)
-class RateRun:
+@dataclass(frozen=True, kw_only=True)
+class RateRun(RateSweep):
     """A training with the learning rate 2^exponent."""
 
-    method: str
-    has_mup: bool
-    width: int
-    layers: int
-    has_base_depth: bool
     exponent: int
     seed: int
 
@@ -347,30 +343,58 @@ _UNET_CONFIG = {
 }
 
 
-def basins() -> list[Basin]:
-    """Return the models that are trained with several learning rates, in the order of their runs."""
-    over_width = [
-        basin for method in RATE_METHODS for has_mup in (True, False) for basin in over_widths(method, has_mup)
-    ]
-    over_depth = [basin for has_base_depth in (False, True) for basin in over_depths(has_base_depth)]
-    return list(dict.fromkeys(over_width + over_depth))
+@dataclass(frozen=True)
+class Comparison:
+    """Models of several sizes. Does the best learning rate of the base model fit the largest one?"""
+
+    method: str
+    parametrization: str
+    varied: str
+    models: dict[int, RateSweep]
+    base: int
+
+    @property
+    def largest(self) -> RateSweep:
+        return self.models[max(self.models)]
 
 
-def over_widths(method: str, has_mup: bool) -> list[Basin]:
-    """Return a method's models of several widths. At the base width, muP changes nothing and stands for both."""
+def comparisons() -> list[Comparison]:
+    """Return all comparisons, in the order of their runs."""
+    over_width = [compared_widths(method, has_mup) for method in RATE_METHODS for has_mup in (True, False)]
+    return [*over_width, compared_depths(has_base_depth=False), compared_depths(has_base_depth=True)]
+
+
+def compared_widths(method: str, has_mup: bool) -> Comparison:
+    """Compare widths. At the base width, muP changes nothing, so both parametrizations share its runs."""
     widths, layers = (UNET_WIDTHS, UNET_LAYERS) if method == UNET else (WIDTHS, BASE_DEPTH)
     base = UNET_WIDTHS[0] if method == UNET else BASE_WIDTH
-    return [Basin(method, has_mup or width == base, width, layers) for width in widths]
+    models = {width: RateSweep(method, has_mup or width == base, width, layers) for width in widths}
+    return Comparison(method, MUP if has_mup else STANDARD, "width", models, base)
 
 
-def over_depths(has_base_depth: bool) -> list[Basin]:
-    """Return the residual models of several depths. At the base depth, `mup_base_depth` changes nothing."""
-    return [Basin("residual", True, BASE_WIDTH, n, has_base_depth and n != BASE_DEPTH) for n in DEPTHS]
+def compared_depths(has_base_depth: bool) -> Comparison:
+    """Compare depths. At the base depth, `mup_base_depth` changes nothing."""
+    models = {n: RateSweep("residual", True, BASE_WIDTH, n, has_base_depth and n != BASE_DEPTH) for n in DEPTHS}
+    return Comparison("residual", f"{MUP}, {'' if has_base_depth else 'no '}base depth", "layers", models, BASE_DEPTH)
 
 
-def next_exponents(results: ResultFile[RateRun], basin: Basin) -> list[int]:
+def planned_rates(results: ResultFile[RateRun]) -> list[RateRun]:
+    return [run for comparison in comparisons() for run in next_runs(results, comparison)]
+
+
+def next_runs(results: ResultFile[RateRun], comparison: Comparison) -> list[RateRun]:
+    """Return the next learning rates of the first seed. If they are finished, return the runs of the other seeds."""
+    models = comparison.models.values()
+    if runs := [model.run(k) for model in models for k in next_exponents(results, model)]:
+        return runs
+    rates = [(model, best_exponent(results, model)) for model in models]
+    rates.append((comparison.largest, best_exponent(results, comparison.models[comparison.base])))
+    return [run for model, k in rates for seed in SEEDS if (run := model.run(k, seed)) not in results]
+
+
+def next_exponents(results: ResultFile[RateRun], model: RateSweep) -> list[int]:
     """Return the learning rates that are still to be tried."""
-    losses = {k: final_loss(results, basin.run(k)) for k in EXPONENTS if basin.run(k) in results}
+    losses = first_losses(results, model)
     middle, lowest = EXPONENTS[len(EXPONENTS) // 2], min(losses.values(), default=math.inf)
     if middle not in losses:
         return [middle]
@@ -385,20 +409,13 @@ def next_exponents(results: ResultFile[RateRun], basin: Basin) -> list[int]:
     return waiting
 
 
-def planned_rates(results: ResultFile[RateRun]) -> list[RateRun]:
-    return [run for basin in basins() for run in next_runs(results, basin)]
+def first_losses(results: ResultFile[RateRun], model: RateSweep) -> dict[int, float]:
+    """Return the final losses of the first seed by exponent."""
+    return {k: final_loss(results, model.run(k)) for k in EXPONENTS if model.run(k) in results}
 
 
-def next_runs(results: ResultFile[RateRun], basin: Basin) -> list[RateRun]:
-    """Return the next learning rates of the first seed. If they are finished, return the best one's other seeds."""
-    if exponents := next_exponents(results, basin):
-        return [basin.run(k) for k in exponents]
-    best = best_exponent(results, basin)
-    return [run for seed in SEEDS[1:] if (run := basin.run(best, seed)) not in results]
-
-
-def best_exponent(results: ResultFile[RateRun], basin: Basin) -> int:
-    losses = basin_losses(results, basin)
+def best_exponent(results: ResultFile[RateRun], model: RateSweep) -> int:
+    losses = first_losses(results, model)
     return min(losses, key=losses.get)
 
 
@@ -430,69 +447,59 @@ def run_rates(results: ResultFile[RateRun], arguments: argparse.Namespace):
 
 
 def final_loss(results: ResultFile[RateRun], run: RateRun) -> float:
-    """Return the final loss of a finished run. It is infinite if the run stopped, or ended above its beginning."""
+    """Return the final loss of a finished run. It is infinite if the run diverged."""
     line = results.lines[run]
     losses = [math.inf if loss is None else loss for _, loss, _ in line["evaluations"]]
     last = statistics.mean(losses[-3:]) if losses else math.inf
-    return last if line["stopped"] is None and last <= losses[0] else math.inf
-
-
-def basin_losses(results: ResultFile[RateRun], basin: Basin) -> dict[int, float]:
-    """Return the final losses by exponent."""
-    return {k: final_loss(results, basin.run(k)) for k in EXPONENTS if basin.run(k) in results}
+    return last if line["stopped"] is None and last < DIVERGED else math.inf
 
 
 def rate_table(results: ResultFile[RateRun]) -> str:
-    """Return the final losses of the first seed over the learning rates."""
+    """Return the final losses of the first seed for the models whose learning rates are finished."""
     rows = []
-    for basin in basins():
-        losses = basin_losses(results, basin)
-        if not losses:
+    for model in dict.fromkeys(model for comparison in comparisons() for model in comparison.models.values()):
+        if next_exponents(results, model):
             continue
-        cells = [
-            "" if k not in losses else f"{losses[k]:.4f}" if math.isfinite(losses[k]) else "diverges"
-            for k in EXPONENTS
-        ]
-        best = best_exponent(results, basin) - EXPONENTS[0]
+        losses = first_losses(results, model)
+        cells = ["" if k not in losses else _shown(losses[k]) for k in EXPONENTS]
+        best = best_exponent(results, model) - EXPONENTS[0]
         cells[best] = f"**{cells[best]}**"
-        depth = f"{basin.layers}{' (scaled)' if basin.has_base_depth else ''}"
-        rows.append([basin.method, MUP if basin.has_mup else STANDARD, str(basin.width), depth, *cells])
-    return markdown_table(("method", "", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
+        depth = f"{model.layers}{' (scaled)' if model.has_base_depth else ''}"
+        rows.append([model.method, MUP if model.has_mup else STANDARD, str(model.width), depth, *cells])
+    return markdown_table(("method", "parametrization", "width", "layers", *(f"2^{k}" for k in EXPONENTS)), rows)
 
 
 def transfer_table(results: ResultFile[RateRun]) -> str:
-    """
-    Return the best rates of the models that are finished, the losses with all seeds, and how much worse the largest
-    model is with the best rate of the base model.
-    """
+    """Return the best rates and losses of the finished comparisons, and how well the base's rate fits the largest."""
     rows = []
-    for method in RATE_METHODS:
-        for has_mup in (True, False):
-            models = {basin.width: basin for basin in over_widths(method, has_mup)}
-            base = UNET_WIDTHS[0] if method == UNET else BASE_WIDTH
-            rows.append([method, MUP if has_mup else STANDARD, "width", *_transfer(results, models, base)])
-    for has_base_depth in (False, True):
-        models = {basin.layers: basin for basin in over_depths(has_base_depth)}
-        name = "muP, depth scaled" if has_base_depth else MUP
-        rows.append(["residual", name, "layers", *_transfer(results, models, BASE_DEPTH)])
-    heads = ("method", "", "", "models", "best rates", "final losses", "largest model at the base's rate")
-    return markdown_table(heads, [row for row in rows if len(row) == len(heads)])
+    for comparison in comparisons():
+        if next_runs(results, comparison):
+            continue
+        models = comparison.models
+        best = {size: best_exponent(results, model) for size, model in models.items()}
+        rows.append(
+            [
+                *(comparison.method, comparison.parametrization),
+                f"{comparison.varied} {', '.join(map(str, models))}",
+                ", ".join(f"2^{k}" for k in best.values()),
+                ", ".join(mean_loss(results, models[size], k) for size, k in best.items()),
+                mean_loss(results, comparison.largest, best[comparison.base]),
+            ]
+        )
+    heads = ("method", "parametrization", "models", "best rates", "final losses", "largest model at the base's rate")
+    return markdown_table(heads, rows)
 
 
-def _transfer(results: ResultFile[RateRun], models: dict[int, Basin], base: int) -> list[str]:
-    if any(next_runs(results, basin) for basin in models.values()):
-        return []
-    best = {size: best_exponent(results, basin) for size, basin in models.items()}
-    seeds = [[final_loss(results, models[size].run(k, seed)) for seed in SEEDS] for size, k in best.items()]
-    largest = basin_losses(results, models[max(models)])
-    # A rate that was not tried lies beyond two that are too high.
-    cost = largest.get(best[base], math.inf) / largest[best[max(models)]] - 1
-    return [
-        ", ".join(map(str, models)),
-        ", ".join(f"2^{k}" for k in best.values()),
-        ", ".join(f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in seeds),
-        f"{cost:+.1%}" if math.isfinite(cost) else "diverges",
-    ]
+def mean_loss(results: ResultFile[RateRun], model: RateSweep, exponent: int) -> str:
+    """Return the mean final loss of all seeds, and their standard deviation."""
+    losses = [final_loss(results, model.run(exponent, seed)) for seed in SEEDS]
+    if diverged := sum(map(math.isinf, losses)):
+        return f"{diverged} of {len(losses)} diverge"
+    return f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+
+
+def _shown(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverges"
 
 
 # Report
@@ -508,18 +515,16 @@ def report(checks: ResultFile[Check], rates: ResultFile[RateRun]) -> str:
     return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections.items())
 
 
-def draw_figure(results: ResultFile[RateRun], method: str = "residual"):
+def draw_figure(results: ResultFile[RateRun]):
     """Draw the final loss over the learning rate for each width, without muP and with it, for light and dark pages."""
-    models = {has_mup: over_widths(method, has_mup) for has_mup in (False, True)}
-    if any(next_exponents(results, basin) for basin in models[False] + models[True]):
-        return
     panels = []
-    for has_mup, row in models.items():
+    for has_mup in (False, True):
+        models = compared_widths("residual", has_mup).models
+        if any(next_exponents(results, model) for model in models.values()):
+            return
         curves = {
-            f"width {basin.width}": [
-                (k, loss) for k, loss in basin_losses(results, basin).items() if math.isfinite(loss)
-            ]
-            for basin in row
+            f"width {width}": [(k, loss) for k, loss in first_losses(results, model).items() if math.isfinite(loss)]
+            for width, model in models.items()
         }
         name = f"final validation loss, {'with muP' if has_mup else 'standard parametrization'}"
         panels.append(Panel(name, curves, "log2 of the learning rate", EXPONENTS[0], mark_lowest=True))

@@ -17,15 +17,15 @@ def mup(benchmark):
 @pytest.fixture
 def rates(mup, tmp_path):
     """Return a function that writes {exponent: final loss} of one model, and reads the results."""
-    basin = mup.Basin("residual", True, 64, 12)
+    model = mup.RateSweep("residual", True, 64, 12)
 
     def make(losses):
         results = ResultFile(tmp_path / "rates.jsonl", mup.RateRun)
         for k, loss in losses.items():
             stopped = None if math.isfinite(loss) else "not finite"
             curve = [[50 * (step + 1), 1.0 if step == 0 else loss, 1.0] for step in range(10)]
-            results.add(basin.run(k), {"stopped": stopped, "evaluations": curve if stopped is None else []})
-        return results, basin
+            results.add(model.run(k), {"stopped": stopped, "evaluations": curve if stopped is None else []})
+        return results, model
 
     return make
 
@@ -45,31 +45,32 @@ def test_learning_rates_are_tried_from_the_middle_outwards(mup, rates, losses, w
     assert sorted(mup.next_exponents(*rates(losses))) == sorted(waiting)
 
 
-def test_best_rate_is_repeated_with_other_seeds(mup, rates):
-    results, basin = rates({-8: 0.1, -9: 0.2, -10: 0.2, -7: 0.09, -6: 0.3, -5: 0.3})
-    assert mup.next_runs(results, basin) == [basin.run(-7, seed) for seed in mup.SEEDS[1:]]
-    for run in mup.next_runs(results, basin):
-        results.add(run, {"stopped": None, "evaluations": [[50, 1.0, 1.0], [100, 0.08, 1.0]]})
-    assert mup.next_runs(results, basin) == []
+def finished(loss):
+    return {"stopped": None, "evaluations": [[50, 0.7, 1.0]] + [[100, loss, 1.0]] * 3}
 
 
-def test_transfer_table_compares_the_rates_of_the_largest_model(mup, rates):
+def test_other_seeds_follow_after_the_learning_rates(mup, rates):
+    """They repeat the best rates, and the largest model at the rate of the base model."""
     results, _ = rates({})
-    for model in mup.over_widths("residual", True):
-        best = -9 if model.width == 256 else -8
+    comparison = mup.compared_widths("residual", True)
+    for width, model in comparison.models.items():
         for k in mup.EXPONENTS:
-            for seed in mup.SEEDS:
-                loss = 0.1 * (1 + abs(k - best) / 5 + seed / 10)
-                run = model.run(k, seed)
-                results.add(run, {"stopped": None, "evaluations": [[50, 1.0, 1.0]] + [[100, loss, 1.0]] * 3})
+            results.add(model.run(k), finished(0.1 * (1 + abs(k - (-9 if width == 256 else -8)) / 5)))
+    expected = {(width, -8, seed) for width in comparison.models for seed in (1, 2)}
+    expected |= {(256, -9, seed) for seed in (1, 2)}
+    runs = mup.next_runs(results, comparison)
+    assert {(run.width, run.exponent, run.seed) for run in runs} == expected
+    for run in runs:
+        results.add(run, finished(0.1 + run.seed / 100 if run.width < 256 else 0.3 if run.seed == 1 else 0.9))
+    assert mup.next_runs(results, comparison) == []
     row = mup.transfer_table(results).splitlines()[-1]
-    assert "| 2^-8, 2^-8, 2^-8, 2^-9 | 0.1100 ± 0.0100, " in row
-    assert row.endswith("| +20.0% |")
+    assert "| width 32, 64, 128, 256 | 2^-8, 2^-8, 2^-8, 2^-9 | 0.1100 ± 0.0100, " in row
+    assert row.endswith(" 1 of 3 diverge | 1 of 3 diverge |")
 
 
 def test_final_loss_is_infinite_for_diverged_runs(mup, rates):
-    results, basin = rates({-8: 0.25, -7: 1.5, -6: math.inf})
-    assert [mup.final_loss(results, basin.run(k)) for k in (-8, -7, -6)] == [0.25, math.inf, math.inf]
+    results, model = rates({-8: 0.25, -7: 1.5, -6: math.inf})
+    assert [mup.final_loss(results, model.run(k)) for k in (-8, -7, -6)] == [0.25, math.inf, math.inf]
 
 
 def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
@@ -77,8 +78,9 @@ def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
     from scalelong_diffusers.training import TrainingConfig, parse_config
 
     scheduler = mup.RateScheduler(tmp_path, {}, rates({})[0], jobs=1)
-    for basin in mup.basins():
-        run = basin.run(-8)
+    sweeps = [sweep for comparison in mup.comparisons() for sweep in comparison.models.values()]
+    for sweep in sweeps:
+        run = sweep.run(-8)
         settings = {**scheduler.settings(run), "output_dir": tmp_path}
         config = parse_config(TrainingConfig, "", [f"--{name}={value}" for name, value in settings.items()])
         assert config.optimization.learning_rate == 2**-8
@@ -87,8 +89,8 @@ def test_settings_of_the_runs_are_valid(benchmark, mup, rates, tmp_path):
         model = UViTModel.from_config(run.model)
         assert model.config.hidden_size // model.config.num_attention_heads == mup.HEAD_WIDTH
         assert model.config.mup_base_width == (64 if run.has_mup else None)
-    names = [basin.run(k).name for basin in mup.basins() for k in mup.EXPONENTS]
-    assert len(set(names)) == len(names)
+    runs = {sweep.run(k, seed) for sweep in sweeps for k in mup.EXPONENTS for seed in mup.SEEDS}
+    assert len({run.name for run in runs}) == len(runs)
 
 
 @pytest.mark.slow
@@ -129,9 +131,9 @@ def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
     mup.draw_figure(results)
     assert not list(tmp_path.glob("*.svg"))
     for has_mup in (True, False):
-        for basin in mup.over_widths("residual", has_mup):
+        for model in mup.compared_widths("residual", has_mup).models.values():
             for k in mup.EXPONENTS:
-                run = basin.run(k)
+                run = model.run(k)
                 if run not in results:
                     curve = [[50, 1.0, 1.0]] + [[100, 0.1 + abs(k + 8) / 50, 1.0]] * 9
                     results.add(run, {"stopped": None, "evaluations": curve})
@@ -151,7 +153,7 @@ def test_unets_train_with_the_settings_of_mup(mup, rates, tmp_path, monkeypatch)
     monkeypatch.setattr(
         mup, "_UNET_CONFIG", {**mup._UNET_CONFIG, "sample_size": 8, "in_channels": 3, "out_channels": 3}
     )
-    run = mup.Basin(mup.UNET, True, 32, 3).run(-7)
+    run = mup.RateSweep(mup.UNET, True, 32, 3).run(-7)
     scheduler.run_all(lambda: [run])
     log = [json.loads(line) for line in (tmp_path / f"{run.name}.jsonl").read_text().splitlines()]
     assert [line["lr"] for line in log] == [2**-7] * 2
