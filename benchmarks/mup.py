@@ -331,13 +331,11 @@ def unet_widths(width: int) -> dict[str, Any]:
 
 _UNET_CONFIG = {
     "_class_name": "ScaleLongUNet2DModel",
-    **{
-        "sample_size": RESOLUTION,
-        "in_channels": 1,
-        "out_channels": 1,
-        "layers_per_block": 2,
-        "attention_head_dim": 16,
-    },
+    "sample_size": RESOLUTION,
+    "in_channels": 1,
+    "out_channels": 1,
+    "layers_per_block": 2,
+    "attention_head_dim": 16,
     "down_block_types": ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"],
     "up_block_types": ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
 }

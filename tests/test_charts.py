@@ -45,6 +45,12 @@ def test_a_linear_axis_places_values_in_proportion():
     assert ">2</text>" in content
 
 
+def test_a_dot_marks_the_lowest_value():
+    drawing = chart({"a": [(0, 3.0), (1, 1.0), (2, 2.0)]}, "loss", mark_lowest=True)
+    lowest = re.search(r'points="([^"]*)"', drawing).group(1).split()[1]
+    assert re.findall(r'<circle class="a" cx="([\d.]+)" cy="([\d.]+)"', drawing) == [tuple(lowest.split(","))]
+
+
 def test_labels_of_the_axis_are_where_they_belong():
     """Six skips have four gaps of 1.25 between the labels, which move to integers."""
     drawing = chart({"a": [(i, 1.0 + i) for i in range(1, 7)]}, "size", first=1)

@@ -125,6 +125,13 @@ def test_tables_of_the_docs_page_match_the_finished_runs(mup, project_root):
     assert mup.transfer_table(results) in page
 
 
+def test_figure_shows_the_finished_runs(mup, monkeypatch, project_root, tmp_path):
+    monkeypatch.setattr(mup, "FIGURES", tmp_path)
+    mup.draw_figure(ResultFile(project_root / "benchmarks" / "mup_rates.jsonl", mup.RateRun))
+    for name in ("mup-light.svg", "mup-dark.svg"):
+        assert (tmp_path / name).read_text() == (project_root / "docs" / "images" / name).read_text()
+
+
 def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
     monkeypatch.setattr(mup, "FIGURES", tmp_path)
     results, _ = rates({-8: 0.1})
@@ -140,7 +147,7 @@ def test_figure_waits_for_all_runs(mup, rates, monkeypatch, tmp_path):
     mup.draw_figure(results)
     for name in ("light", "dark"):
         svg = (tmp_path / f"mup-{name}.svg").read_text()
-        assert svg.count("<polyline") == 2 * len(mup.WIDTHS)
+        assert svg.count("<polyline") == svg.count("<circle") == 2 * len(mup.WIDTHS)
         assert not re.search(r"(href|src|url)", svg)
 
 

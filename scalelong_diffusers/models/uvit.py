@@ -531,6 +531,6 @@ def linear_of(linear: nn.Module, function: Callable[..., torch.Tensor], *inputs:
 def in_compute_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """Cast a tensor as autocast does for a linear layer."""
     device = tensor.device.type
-    # `is_autocast_enabled` raises an error for "meta". torch 2.10 cannot compile `is_autocast_available`, which tells.
+    # `is_autocast_enabled` rejects "meta", and torch 2.10 cannot compile `is_autocast_available`.
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     return tensor.to(torch.get_autocast_dtype(device)) if is_cast and tensor.dtype != torch.float64 else tensor
